@@ -19,7 +19,7 @@ _HELD: Final = 2
 class BlockPool:
     """Own `num_blocks` blocks; each is free, reserved or held.
 
-        free --reserve--> reserved --allocate--> held --free--> reserved --cancel--> free
+    free --reserve--> reserved --allocate--> held --free--> reserved --cancel--> free
     """
 
     def __init__(self, num_blocks: int) -> None:

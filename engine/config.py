@@ -1,4 +1,4 @@
-"""Configuration, validated once: the model's (from its files), the audio's, the engine's, a session's.
+"""Configuration, validated once: of the model and its audio, of the engine, of a session.
 
 Every dimension comes from the checkpoint's `params.json` (Mistral) or `config.json` (Hugging
 Face); nothing about the 4B is written here. Frozen: nothing changes after start-up.
@@ -17,7 +17,7 @@ BOS_ID: Final = 1
 STREAMING_PAD_ID: Final = 32
 STREAMING_WORD_ID: Final = 33
 
-# The delays that the model was trained for (DESIGN.md section 1): 80 to 1200 in steps of 80, and 2400.
+# The delays that the model was trained for.
 LEGAL_DELAYS_MS: Final = (*range(80, 1201, 80), 2400)
 
 
@@ -30,7 +30,7 @@ def cdiv(numerator: int, denominator: int) -> int:
 class AudioConfig:
     """The sound side of a checkpoint: the mel spectrogram, padding and delay.
 
-        1 token = frame_rate ** -1 = 80 ms = 1,280 samples = 8 mel frames = 4 encoder frames
+    1 token = frame_rate ** -1 = 80 ms = 1,280 samples = 8 mel frames = 4 encoder frames
     """
 
     sampling_rate_hz: int = 16_000
@@ -113,8 +113,15 @@ class TransformerConfig:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_dim",
-                     "window"):
+        for name in (
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "hidden_dim",
+            "window",
+        ):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.num_heads % self.num_kv_heads:
@@ -272,6 +279,8 @@ class EngineConfig:
     # The encoder reads its weights once for this many tokens where audio is waiting; more tokens
     # cost more KV blocks per session: cdiv(188 + 48 - 1, 16) + 1 = 16 instead of 13 at one.
     max_encode_tokens: int = 48
+    # Overwrite freed KV blocks with NaN: a stale read then can't go unnoticed. For tests.
+    poison_freed_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float16"):

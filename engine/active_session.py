@@ -1,0 +1,215 @@
+"""One session as the engine's thread sees it: queued input, the utterance under way, its output.
+
+In: commands in order. Out: jobs for the model runner, and events. A session is a row of utterances;
+each has its own audio stream, positions and text, and starts from a fresh prompt. It knows neither
+other sessions nor the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.audio.audio_stream import AudioStream
+from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, SessionOptions
+from engine.detokenizer import Detokenizer, WordTimer
+from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
+from engine.inbox import Append, AudioBudget, Command, Configure, Flush
+from engine.model.encoder import ConvState
+from engine.model_runner import DecodeResult, EncodeResult
+
+
+@dataclass(slots=True, kw_only=True)
+class Utterance:
+    """All streaming state of one utterance; none of it grows with the utterance's length."""
+
+    audio: AudioStream
+    delay_ms: int
+    num_prompt_tokens: int
+    wants_logprobs: bool
+    start_s: float
+    conv_state: ConvState
+    adapter: Tensor  # (queued, decoder dim), encoded and not yet decoded
+    detokenizer: Detokenizer
+    word_timer: WordTimer
+    position: int = 0  # of the decoder
+    last_token_id: int = BOS_ID
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Positions that the next decoder step takes: the prompt, then one at a time."""
+        return self.num_prompt_tokens if self.position == 0 else 1
+
+    @property
+    def input_ids(self) -> list[int]:
+        if self.position == 0:
+            return [BOS_ID] + [STREAMING_PAD_ID] * (self.num_prompt_tokens - 1)
+        return [self.last_token_id]
+
+    @property
+    def can_decode(self) -> bool:
+        return len(self.adapter) >= self.num_input_tokens
+
+    @property
+    def num_encodable_tokens(self) -> int:
+        """Tokens whose audio is here and whose adapter output will be read.
+
+        The last token of a finished utterance is not: no token is generated after it.
+        """
+        is_last_here = self.audio.is_finished and self.audio.num_ready_tokens > 0
+        return self.audio.num_ready_tokens - is_last_here
+
+    @property
+    def is_complete(self) -> bool:
+        return self.audio.is_finished and self.position == self.audio.num_tokens - 1
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return max(0, self.position - self.num_prompt_tokens + 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class ActiveSession:
+    """A session from its admission to its end. Owned by the engine thread."""
+
+    session_id: int
+    audio_config: AudioConfig
+    options: SessionOptions
+    default_delay_ms: int
+    on_event: Callable[[Event], None]
+    budget: AudioBudget
+    token_bytes: Callable[[int], bytes]
+    new_conv_state: Callable[[], ConvState]
+    new_adapter_queue: Callable[[], Tensor]
+    commands: deque[Command] = field(default_factory=deque)
+    utterance: Utterance | None = None
+    is_finished: bool = False
+    _utterance_id: int = 0
+    _num_samples: int = 0  # the session's clock
+    _last_word_end_s: float = 0.0
+
+    def feed(self, max_ready_tokens: int) -> None:
+        """Move queued input into the utterance, as far as it can use it now."""
+        while self.commands and self._wants_input(max_ready_tokens):
+            match self.commands.popleft():
+                case Append(samples):
+                    self.budget.release(len(samples))
+                    self.utterance = self.utterance or self._start_utterance()
+                    self.utterance.audio.append(samples)
+                    self._num_samples += len(samples)
+                case Flush(ends_session):
+                    self.is_finished = ends_session
+                    if self.utterance is None:
+                        self._end_utterance(
+                            Usage(prompt_tokens=0, completion_tokens=0), self._now_s
+                        )
+                    else:
+                        self.utterance.audio.finish()
+                case Configure(options):
+                    self.options = options
+
+    def store(self, result: EncodeResult) -> None:
+        """Take the outcome of an encode job."""
+        utterance = self._current
+        utterance.conv_state = result.conv_state
+        utterance.adapter = (
+            torch.cat((utterance.adapter, result.adapter))
+            if len(utterance.adapter)
+            else result.adapter
+        )
+
+    def advance(self, result: DecodeResult) -> bool:
+        """Take the outcome of a decode job, say what it means, and return whether that was all.
+
+        The token generated at position p speaks of the audio of position p - left pad - delay.
+        """
+        utterance = self._current
+        utterance.adapter = utterance.adapter[utterance.num_input_tokens :]
+        utterance.position += utterance.num_input_tokens
+        utterance.last_token_id = result.token_id
+        is_complete = utterance.is_complete
+        text = utterance.detokenizer.push(result.token_id)
+        spoken_s = utterance.num_generated_tokens * self.audio_config.token_s
+        words = utterance.word_timer.push(
+            result.token_id,
+            text,
+            min(utterance.start_s + spoken_s, self._now_s),
+            is_mid_character=utterance.detokenizer.is_mid_character,
+        )
+        if is_complete:
+            words += utterance.word_timer.finish()
+        self._say(result, text, words)
+        if is_complete:
+            self._last_word_end_s = utterance.word_timer.last_end_s
+            usage = Usage(
+                prompt_tokens=utterance.num_prompt_tokens,
+                completion_tokens=utterance.num_generated_tokens,
+            )
+            self.utterance = None
+            self._end_utterance(usage, utterance.start_s)
+        return is_complete
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the session was finished and has said everything."""
+        return self.is_finished and self.utterance is None
+
+    @property
+    def _current(self) -> Utterance:
+        assert self.utterance is not None
+        return self.utterance
+
+    @property
+    def _now_s(self) -> float:
+        """The end of the audio received so far, on the session's clock."""
+        return self._num_samples / self.audio_config.sampling_rate_hz
+
+    def _wants_input(self, max_ready_tokens: int) -> bool:
+        if self.utterance is None:
+            return not self.is_finished
+        audio = self.utterance.audio
+        return not audio.is_finished and audio.num_ready_tokens < max_ready_tokens
+
+    def _start_utterance(self) -> Utterance:
+        audio_config = self.audio_config
+        delay_ms = self.options.delay_ms or self.default_delay_ms
+        num_delay_tokens = audio_config.num_delay_tokens(delay_ms)
+        return Utterance(
+            audio=AudioStream(audio_config, audio_config.num_right_pad_tokens(num_delay_tokens)),
+            delay_ms=delay_ms,
+            num_prompt_tokens=audio_config.num_prompt_tokens(num_delay_tokens),
+            wants_logprobs=self.options.logprobs,
+            start_s=self._now_s,
+            conv_state=self.new_conv_state(),
+            adapter=self.new_adapter_queue(),
+            detokenizer=Detokenizer(self.token_bytes),
+            word_timer=WordTimer(audio_config.token_s, max(self._now_s, self._last_word_end_s)),
+        )
+
+    def _say(self, result: DecodeResult, text: str, words: list[Word]) -> None:
+        self.on_event(
+            TextDelta(
+                session_id=self.session_id,
+                utterance_id=self._utterance_id,
+                token_ids=(result.token_id,),
+                text=text,
+                logprobs=None if result.logprob is None else (result.logprob,),
+                words=tuple(words),
+            )
+        )
+
+    def _end_utterance(self, usage: Usage, start_s: float) -> None:
+        self.on_event(
+            UtteranceDone(
+                session_id=self.session_id,
+                utterance_id=self._utterance_id,
+                usage=usage,
+                start_s=start_s,
+                end_s=self._now_s,
+            )
+        )
+        self._utterance_id += 1

@@ -1,0 +1,88 @@
+"""Read an audio file as the model wants it: mono float32 at 16 kHz, in blocks.
+
+In: a path or an open binary file in any format that libsndfile reads, or raw PCM16. Out: blocks of
+about a second, so that a file of any length needs little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from engine.audio.resampler import Resampler
+from engine.errors import InvalidInput
+
+_PCM16_SCALE: Final = 32_768
+_BLOCK_SAMPLES: Final = 16_000
+
+
+class AudioFile:
+    """An open audio file: `num_samples` is an estimate at 16 kHz, None where the header lies."""
+
+    def __init__(self, source: str | Path | BinaryIO) -> None:
+        """Open a file.
+
+        Raises:
+            InvalidInput: it can't be opened or isn't audio; the message names it.
+        """
+        self._name = str(source) if isinstance(source, str | Path) else "audio"
+        try:
+            self._file = soundfile.SoundFile(source)
+        except (soundfile.SoundFileError, OSError, TypeError) as err:
+            reason = str(err).removeprefix(f"Error opening {source!r}: ")
+            raise InvalidInput(f"{self._name}: not a readable audio file: {reason}") from err
+        rate, frames = self._file.samplerate, self._file.frames
+        self._resampler = Resampler(rate)
+        # libsndfile reports a huge count for a stream whose header was never completed.
+        is_plausible = 0 < frames < 2**40
+        self.num_samples = round(frames * 16_000 / rate) if is_plausible else None
+
+    def blocks(self) -> Iterator[NDArray[np.float32]]:
+        """Yield mono blocks (n,) at 16 kHz until the end. Values that aren't finite become 0.
+
+        Raises:
+            InvalidInput: the data can't be decoded; blocks before it have been yielded.
+        """
+        with self._file:
+            while len(block := self._read()):
+                mono = block.mean(axis=1, dtype=np.float32)
+                yield self._resampler.push(np.nan_to_num(mono, posinf=0.0, neginf=0.0))
+            yield self._resampler.flush()
+
+    def _read(self) -> NDArray[np.float32]:
+        try:
+            block: NDArray[np.float32] = self._file.read(
+                _BLOCK_SAMPLES, dtype="float32", always_2d=True
+            )
+        except (soundfile.SoundFileError, RuntimeError) as err:
+            raise InvalidInput(f"{self._name}: damaged audio: {err}") from err
+        return block
+
+
+def read_audio(source: str | Path | BinaryIO) -> Iterator[NDArray[np.float32]]:
+    """Yield a file's audio as mono float32 blocks (n,) at 16 kHz.
+
+    Raises:
+        InvalidInput: it isn't audio (raised at once) or is damaged (raised on the way).
+    """
+    return AudioFile(source).blocks()
+
+
+def read_pcm16(stream: BinaryIO) -> Iterator[NDArray[np.float32]]:
+    """Yield raw PCM16 mono at 16 kHz as float32 blocks (n,); an odd last byte is dropped."""
+    rest = b""
+    while chunk := stream.read(4096):
+        chunk = rest + chunk
+        whole = len(chunk) // 2 * 2
+        rest = chunk[whole:]
+        yield pcm16_to_float(chunk[:whole])
+
+
+def pcm16_to_float(data: bytes) -> NDArray[np.float32]:
+    """Turn little-endian PCM16, an even number of bytes, into float32 in [-1, 1)."""
+    return np.frombuffer(data, "<i2").astype(np.float32) / np.float32(_PCM16_SCALE)

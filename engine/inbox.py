@@ -1,0 +1,98 @@
+"""What clients' threads put in and the engine's thread takes out: commands, and a bound on audio.
+
+In: commands of any session, from any thread. Out: the same, in order, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import SessionOptions
+from engine.errors import Overloaded, SessionClosed
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """More samples, (n,) float32 at 16 kHz."""
+
+    samples: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The utterance ends here, and with `ends_session` the session after it."""
+
+    ends_session: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Options for the utterances that start after this."""
+
+    options: SessionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The session ends now; what it still had to say is dropped."""
+
+
+Command = Append | Flush | Configure | Close
+
+
+class AudioBudget:
+    """Bound the samples that a session has handed in and the engine hasn't taken up yet."""
+
+    def __init__(self, max_samples: int) -> None:
+        self._max_samples = max_samples
+        self._num_samples = 0
+        self._is_closed = False
+        self._room = threading.Condition()
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def acquire(self, num_samples: int, timeout_s: float) -> None:
+        """Take room for samples, waiting for it up to `timeout_s`.
+
+        Raises:
+            Overloaded: there is no room, or never will be for so many at once.
+            SessionClosed: the session ended, before or while waiting.
+        """
+        deadline = monotonic() + timeout_s
+        with self._room:
+            while True:
+                if self._is_closed:
+                    raise SessionClosed("the session has ended")
+                if self._num_samples + num_samples <= self._max_samples:
+                    self._num_samples += num_samples
+                    return
+                remaining_s = deadline - monotonic()
+                if num_samples > self._max_samples or remaining_s <= 0:
+                    raise Overloaded(
+                        f"{num_samples} samples don't fit: {self._num_samples} of at most "
+                        f"{self._max_samples} are waiting to be transcribed"
+                    )
+                self._room.wait(min(remaining_s, threading.TIMEOUT_MAX))
+
+    def release(self, num_samples: int) -> None:
+        """Give room back, waking those who wait for it."""
+        with self._room:
+            self._num_samples -= num_samples
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Refuse all further room, waking those who wait for it."""
+        with self._room:
+            self._is_closed = True
+            self._room.notify_all()

@@ -1,0 +1,125 @@
+"""Sliding-window attention over the paged KV cache, and the cache's tensors.
+
+In: queries of a flat batch and, for each session in it, the cache slots of the keys that it may
+read. Out: attention outputs. Legend: N rows of the flat batch, H heads, K key/value heads,
+G = H / K, D head size, n rows and L keys of one session.
+
+Keys and values are read in place, as slices of the cache: nothing of a window is copied. A layer's
+cache is head-major, (K, slots, D), so that each head reads one stretch of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer for all sessions, (K, slots, D) each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows (N, K, D) at slots (N,)."""
+        self.keys.index_copy_(1, slot_mapping, keys.transpose(0, 1))
+        self.values.index_copy_(1, slot_mapping, values.transpose(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The caches of all layers of a stack: `frames_per_block` slots for each block of its pool."""
+
+    layers: tuple[LayerCache, ...]
+    frames_per_block: int
+
+    def fill(self, blocks: range, value: float) -> None:
+        """Overwrite blocks: tests poison freed ones, so that a stale read can't go unnoticed."""
+        slots = slice(blocks.start * self.frames_per_block, blocks.stop * self.frames_per_block)
+        for layer in self.layers:
+            layer.keys[:, slots] = value
+            layer.values[:, slots] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One session's part of a batch: rows of queries, and the slots of the keys they read.
+
+    `mask` is (n, L), True where a row may read a key; None where every row reads every key.
+    """
+
+    rows: slice
+    key_runs: tuple[range, ...]
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """What all layers of a stack share for one flat batch. Nothing in it is ever changed."""
+
+    rotations: Tensor  # (N, 1, D / 2) complex64
+    slot_mapping: Tensor  # (N,) int64, the slot of each row's own key
+    segments: tuple[Segment, ...]
+
+
+def first_key(position: int, window: int) -> int:
+    """Return the oldest position that the query at `position` reads: the window includes both."""
+    return max(0, position - window + 1)
+
+
+def window_mask(first_query: int, num_queries: int, window: int, device: torch.device) -> Tensor:
+    """Make the mask of consecutive queries over the keys that any of them reads.
+
+    Keys run from the first query's oldest one to the last query itself. Window 3, queries 4 and 5:
+
+        key        2  3  4  5
+        query 4    x  x  x  .
+        query 5    .  x  x  x
+
+    Returns:
+        (num_queries, keys) bool.
+    """
+    oldest = first_key(first_query, window)
+    keys = torch.arange(oldest, first_query + num_queries, device=device)
+    queries = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
+    return (keys <= queries) & (keys > queries - window)
+
+
+def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -> Tensor:
+    """Attend from each session's queries to its own keys; softmax in float32.
+
+    Args:
+        q: (N, H, D).
+
+    Returns:
+        (N, H, D) in the dtype of q.
+    """
+    num_kv_heads = cache.keys.shape[0]
+    out = torch.empty_like(q)
+    for segment in segments:
+        queries = q[segment.rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        out[segment.rows] = _attend(queries, cache, segment).permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
+    """Attend with one session's queries, (K, G, n, D); the result has the same shape."""
+    groups, rows = queries.shape[1:3]
+    q = queries.flatten(1, 2) * queries.shape[-1] ** -0.5  # (K, G n, D)
+    scores = torch.cat(
+        [q @ cache.keys[:, r.start : r.stop].transpose(1, 2) for r in segment.key_runs], dim=-1
+    ).to(torch.float32)  # (K, G n, L)
+    if segment.mask is not None:
+        scores = scores.unflatten(1, (groups, rows)).masked_fill(~segment.mask, -torch.inf)
+        scores = scores.flatten(1, 2)
+    weights = torch.softmax(scores, dim=-1).to(q.dtype)
+    parts = weights.split([len(run) for run in segment.key_runs], dim=-1)
+    out = torch.zeros_like(q)
+    for part, run in zip(parts, segment.key_runs, strict=True):
+        out += part @ cache.values[:, run.start : run.stop]
+    attended: Tensor = out.unflatten(1, (groups, rows))
+    return attended

@@ -1,0 +1,73 @@
+"""The text decoder with its delay conditioning.
+
+In: adapter outputs and token ids of a flat batch of positions. Out: logits of the rows asked for.
+Legend: N rows of the flat batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.config import TransformerConfig
+from engine.model.attention import AttentionBatch, LayerCache
+from engine.model.layers import Block, Linear, rms_norm, run_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Weights of the decoder; the embedding is also the output head."""
+
+    config: TransformerConfig
+    embedding: Tensor  # (V, dim)
+    blocks: tuple[Block, ...]
+    delay_down: tuple[Linear, ...]  # per layer (ada_norm_dim, dim)
+    delay_up: tuple[Linear, ...]  # per layer (dim, ada_norm_dim)
+    norm: Tensor  # (dim,)
+
+    def delay_scales(self, num_delay_tokens: int) -> Tensor:
+        """Compute what multiplies each layer's feed-forward input: 1 + scale, (layers, dim).
+
+        Depends on the delay alone. Computed in float32, returned in the model's dtype.
+        """
+        half = self.config.dim // 2
+        device = self.embedding.device
+        steps = torch.arange(half, dtype=torch.float32, device=device) / half
+        angles = num_delay_tokens * torch.exp(-math.log(10_000.0) * steps)
+        t_cond = torch.cat((angles.cos(), angles.sin()))  # (dim,)
+        scales = [
+            up.weight.float() @ F.gelu(down.weight.float() @ t_cond)
+            for down, up in zip(self.delay_down, self.delay_up, strict=True)
+        ]
+        return (1.0 + torch.stack(scales)).to(self.embedding.dtype)
+
+    def __call__(
+        self,
+        audio: Tensor,
+        token_ids: Tensor,
+        delay_scales: Tensor,
+        logit_rows: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+    ) -> Tensor:
+        """Run the decoder on a flat batch.
+
+        Args:
+            audio: (N, dim) adapter outputs.
+            token_ids: (N,) int64, the token that stands at each position.
+            delay_scales: (layers, N, dim) or (layers, 1, dim), each row's `delay_scales`.
+            logit_rows: (R,) int64, the rows whose next token is wanted.
+
+        Returns:
+            (R, V) logits in float32.
+        """
+        x = audio + F.embedding(token_ids, self.embedding)
+        for block, cache, scale in zip(self.blocks, caches, delay_scales, strict=True):
+            x = run_block(x, block, self.config, batch, cache, scale.mul)
+        h = rms_norm(x[logit_rows], self.norm, self.config.norm_eps)
+        return F.linear(h, self.embedding).float()

@@ -1,0 +1,97 @@
+"""The causal audio encoder with its conv stem, and the adapter to the decoder's width.
+
+In: mel frames of a flat batch of tokens, with each session's carry-over. Out: one adapter output
+per token. Legend: T tokens, F = 4 T encoder frames, 8 T mel frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.config import TransformerConfig
+from engine.model.attention import AttentionBatch, LayerCache
+from engine.model.layers import Block, Linear, rms_norm, run_block
+
+KERNEL: Final = 3
+# Rows that a causal convolution of kernel 3 needs from before: kernel - stride.
+MEL_CARRY: Final = KERNEL - 1
+CONV_CARRY: Final = KERNEL - 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState:
+    """What the conv stem carries from one token of a session to the next."""
+
+    mel: Tensor  # (2, 128), the last mel frames
+    conv: Tensor  # (1, dim), the last output of the first convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Weights of conv stem, layers and adapter. Convolutions are stored as linear layers."""
+
+    config: TransformerConfig
+    conv1: Linear  # (dim, 128 * 3)
+    conv2: Linear  # (dim, dim * 3)
+    blocks: tuple[Block, ...]
+    norm: Tensor  # (dim,)
+    adapter_in: Linear  # (decoder dim, 4 dim)
+    adapter_out: Linear  # (decoder dim, decoder dim)
+
+    def initial_conv_state(self) -> ConvState:
+        """Return the zeros that stand before a stream's first mel frame."""
+        weight = self.conv1.weight
+        num_mel_bins = weight.shape[1] // KERNEL
+        return ConvState(
+            mel=weight.new_zeros(MEL_CARRY, num_mel_bins),
+            conv=weight.new_zeros(CONV_CARRY, self.config.dim),
+        )
+
+    def conv_stem(
+        self, mels: Sequence[Tensor], states: Sequence[ConvState]
+    ) -> tuple[Tensor, list[ConvState]]:
+        """Run both convolutions for one stretch of each session.
+
+        Args:
+            mels: for each session (8 T, 128) mel frames, in the model's dtype.
+            states: for each session what its earlier tokens left.
+
+        Returns:
+            (F, dim) flat encoder frames of all sessions, and the new states.
+        """
+        padded = [torch.cat((s.mel, m)) for s, m in zip(states, mels, strict=True)]
+        hidden = F.gelu(self.conv1(torch.cat([_windows(p, stride=1) for p in padded])))
+        parts = hidden.split([len(mel) for mel in mels])
+        padded_hidden = [torch.cat((s.conv, p)) for s, p in zip(states, parts, strict=True)]
+        out = F.gelu(self.conv2(torch.cat([_windows(p, stride=2) for p in padded_hidden])))
+        new_states = [
+            ConvState(mel=p[-MEL_CARRY:].clone(), conv=h[-CONV_CARRY:].clone())
+            for p, h in zip(padded, padded_hidden, strict=True)
+        ]
+        return out, new_states
+
+    def transformer(self, x: Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> Tensor:
+        """Run the layers and the final norm on encoder frames x, (F, dim)."""
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = run_block(x, block, self.config, batch, cache)
+        return rms_norm(x, self.norm, self.config.norm_eps)
+
+    def adapter(self, x: Tensor) -> Tensor:
+        """Pool encoder outputs (F, dim) into tokens: (T, decoder dim)."""
+        pooled = x.view(-1, self.adapter_in.weight.shape[1])  # (T, 4 dim)
+        return self.adapter_out(F.gelu(self.adapter_in(pooled)))
+
+
+def _windows(x: Tensor, stride: int) -> Tensor:
+    """Lay out the inputs of a kernel-3 convolution over x, (rows, channels), as rows to multiply.
+
+    Returns:
+        (outputs, channels * 3), channel-major, as a convolution's weight (out, in, 3) flattens.
+    """
+    return x.unfold(0, KERNEL, stride).flatten(1)

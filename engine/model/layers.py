@@ -1,0 +1,95 @@
+"""The pieces that encoder and decoder share: linear layers, RoPE and the transformer block.
+
+Legend: N rows of a flat batch (positions of many sessions, one after the other, no padding),
+H heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.config import TransformerConfig
+from engine.model.attention import AttentionBatch, LayerCache, paged_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer: weight (out, in), bias (out,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One pre-norm transformer layer: attention and a SwiGLU feed-forward network."""
+
+    attention_norm: Tensor  # (dim,)
+    wq: Linear  # (H D, dim)
+    wk: Linear  # (K D, dim)
+    wv: Linear  # (K D, dim)
+    wo: Linear  # (dim, H D)
+    ffn_norm: Tensor  # (dim,)
+    w1: Linear  # gate (hidden, dim)
+    w2: Linear  # down (dim, hidden)
+    w3: Linear  # up (hidden, dim)
+
+
+class Rope:
+    """Rotary position embedding of adjacent pairs (2j, 2j + 1), as Mistral's files lay them out.
+
+    Angles are products of absolute positions in float64: a position of any size stays exact.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64, device=device)
+        self._frequencies = config.rope_theta ** -(exponents / config.head_size)  # (D / 2,)
+
+    def rotations(self, positions: Tensor) -> Tensor:
+        """Return e^(i angle) for positions (N,) int64, as (N, 1, D / 2) complex64."""
+        angles = positions.to(torch.float64)[:, None] * self._frequencies
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)[:, None, :]
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Turn each adjacent pair of x, (N, H, D), by its position's angles; computed in float32."""
+    pairs = torch.view_as_complex(x.to(torch.float32).unflatten(-1, (-1, 2)))  # (N, H, D / 2)
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row of x, (N, dim), to unit mean square; the mean is taken in float32."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def run_block(
+    x: Tensor,
+    block: Block,
+    config: TransformerConfig,
+    batch: AttentionBatch,
+    cache: LayerCache,
+    scale_ffn_input: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Run one layer on x, (N, dim), and write its keys and values to the cache.
+
+    Args:
+        scale_ffn_input: applied to the normed input of the feed-forward network, (N, dim).
+    """
+    h = rms_norm(x, block.attention_norm, config.norm_eps)
+    q = rotate(block.wq(h).view(-1, config.num_heads, config.head_size), batch.rotations)
+    k = rotate(block.wk(h).view(-1, config.num_kv_heads, config.head_size), batch.rotations)
+    v = block.wv(h).view(-1, config.num_kv_heads, config.head_size)
+    cache.write(batch.slot_mapping, k, v)
+    x = x + block.wo(paged_attention(q, cache, batch.segments).flatten(-2))
+    h = rms_norm(x, block.ffn_norm, config.norm_eps)
+    if scale_ffn_input is not None:
+        h = scale_ffn_input(h)
+    return x + block.w2(F.silu(block.w1(h)) * block.w3(h))

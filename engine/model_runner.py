@@ -1,0 +1,204 @@
+"""Run the model on batches: the only place where bookkeeping turns into tensors.
+
+In: jobs, each one session's next stretch of audio or of text positions, with its block table. Out:
+one result per job, in order. It changes nothing but the KV cache, at slots that the jobs name, so
+that a failed batch can be run again one job at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
+from engine.kv_cache_manager import BlockTable, KVCacheSpec
+from engine.model.attention import (
+    AttentionBatch,
+    KVCache,
+    LayerCache,
+    Segment,
+    first_key,
+    window_mask,
+)
+from engine.model.encoder import ConvState
+from engine.model.layers import Rope
+from engine.model.weights import load_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeJob:
+    """Encode the tokens [first_token, first_token + T) of a session."""
+
+    mel: Tensor  # (T, 8, 128) float32, on the CPU
+    conv_state: ConvState
+    first_token: int
+    table: BlockTable
+
+
+class EncodeResult(NamedTuple):
+    adapter: Tensor  # (T, decoder dim)
+    conv_state: ConvState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """Decode the positions [first_position, first_position + n) of a session."""
+
+    adapter: Tensor  # (n, decoder dim)
+    token_ids: Sequence[int]  # n ids: the prompt, or the last generated one
+    delay_ms: int
+    first_position: int
+    table: BlockTable
+    logprob: bool
+
+
+class DecodeResult(NamedTuple):
+    token_id: int
+    logprob: float | None
+
+
+class ModelRunner:
+    """Own the model's weights and the KV cache's tensors."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            dtype: None takes the checkpoint's.
+
+        Raises:
+            CheckpointError: the folder's weights can't be used.
+        """
+        self._config = config
+        self._encoder, self._decoder, self.weight_bytes = load_weights(
+            folder, config, dtype, device
+        )
+        self.dtype, self.device = self._decoder.embedding.dtype, device
+        self._encoder_rope = Rope(config.encoder, device)
+        self._decoder_rope = Rope(config.decoder, device)
+        self.encoder_cache = self.decoder_cache = KVCache((), 0)
+        self._delay_rows = {delay_ms: row for row, delay_ms in enumerate(LEGAL_DELAYS_MS)}
+        with torch.inference_mode():
+            self._delay_scales = torch.stack(
+                [
+                    self._decoder.delay_scales(config.audio.num_delay_tokens(delay_ms))
+                    for delay_ms in LEGAL_DELAYS_MS
+                ],
+                dim=1,
+            )  # (layers, delays, dim)
+
+    def block_bytes(self, transformer: TransformerConfig, spec: KVCacheSpec) -> int:
+        """Return what one block costs in all layers of a stack."""
+        return spec.elements_per_block * transformer.num_layers * self.dtype.itemsize
+
+    def make_caches(
+        self, encoder: tuple[KVCacheSpec, int], decoder: tuple[KVCacheSpec, int]
+    ) -> None:
+        """Make both KV caches, each from its spec and its number of blocks.
+
+        On a CPU their memory is taken only as blocks are first written.
+        """
+        self.encoder_cache = self._make_cache(self._config.encoder, *encoder)
+        self.decoder_cache = self._make_cache(self._config.decoder, *decoder)
+
+    def initial_conv_state(self) -> ConvState:
+        return self._encoder.initial_conv_state()
+
+    def no_adapter_rows(self) -> Tensor:
+        """Return (0, decoder dim): an empty queue of adapter outputs."""
+        return self._decoder.embedding.new_empty(0, self._config.decoder.dim)
+
+    @torch.inference_mode()
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[EncodeResult]:
+        """Run conv stem, encoder and adapter."""
+        frames_per_token = self._config.block_pool_size
+        mels = [job.mel.flatten(0, 1).to(self.device, self.dtype) for job in jobs]  # (8 T, 128)
+        x, conv_states = self._encoder.conv_stem(mels, [job.conv_state for job in jobs])
+        batch = self._attention_batch(
+            [
+                (job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token)
+                for job in jobs
+            ],
+            self._config.encoder.window,
+            self._encoder_rope,
+        )
+        hidden = self._encoder.transformer(x, batch, self.encoder_cache.layers)  # (F, dim)
+        adapter = self._encoder.adapter(hidden).split([len(job.mel) for job in jobs])
+        return [EncodeResult(*result) for result in zip(adapter, conv_states, strict=True)]
+
+    @torch.inference_mode()
+    def decode(self, jobs: Sequence[DecodeJob]) -> list[DecodeResult]:
+        """Run the decoder and pick each session's next token, the most probable one."""
+        counts = [len(job.token_ids) for job in jobs]
+        token_ids = [token_id for job in jobs for token_id in job.token_ids]
+        delay_rows = [
+            self._delay_rows[job.delay_ms]
+            for job, count in zip(jobs, counts, strict=True)
+            for _ in range(count)
+        ]
+        last_rows = [end - 1 for end in accumulate(counts)]
+        batch = self._attention_batch(
+            [(job.table, job.first_position, len(job.token_ids)) for job in jobs],
+            self._config.decoder.window,
+            self._decoder_rope,
+        )
+        logits = self._decoder(
+            torch.cat([job.adapter for job in jobs]),
+            self._ids(token_ids),
+            self._delay_scales[:, self._ids(delay_rows)],
+            self._ids(last_rows),
+            batch,
+            self.decoder_cache.layers,
+        )
+        best = logits.argmax(dim=-1)
+        logprobs: list[float | None] = [None] * len(jobs)
+        if any(job.logprob for job in jobs):
+            chosen = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
+            logprobs = [x if job.logprob else None for x, job in zip(chosen, jobs, strict=True)]
+        return [DecodeResult(*result) for result in zip(best.tolist(), logprobs, strict=True)]
+
+    def _make_cache(
+        self, transformer: TransformerConfig, spec: KVCacheSpec, num_blocks: int
+    ) -> KVCache:
+        shape = (transformer.num_kv_heads, num_blocks * spec.frames_per_block, spec.head_size)
+
+        def empty() -> Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        layers = tuple(LayerCache(empty(), empty()) for _ in range(transformer.num_layers))
+        return KVCache(layers, spec.frames_per_block)
+
+    def _attention_batch(
+        self, parts: Sequence[tuple[BlockTable, int, int]], window: int, rope: Rope
+    ) -> AttentionBatch:
+        """Lay out a flat batch of (table, first frame, number of frames), one part per session."""
+        positions: list[int] = []
+        slots: list[int] = []
+        segments = []
+        for table, first, count in parts:
+            rows = slice(len(positions), len(positions) + count)
+            positions.extend(range(first, first + count))
+            for run in table.slot_runs(first, first + count):
+                slots.extend(run)
+            key_runs = tuple(table.slot_runs(first_key(first, window), first + count))
+            mask = window_mask(first, count, window, self.device) if count > 1 else None
+            segments.append(Segment(rows, key_runs, mask))
+        return AttentionBatch(
+            rope.rotations(self._ids(positions)), self._ids(slots), tuple(segments)
+        )
+
+    def _ids(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,0 +1,103 @@
+"""A client's handle on a session: checks what is handed in and sends it to the engine thread.
+
+In: samples and requests, from any thread. Out: commands. It waits for room in the session's audio
+budget at most, never for a step of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import SessionOptions
+from engine.errors import InvalidInput, SessionClosed
+from engine.inbox import Append, AudioBudget, Close, Command, Configure, Flush
+
+# Long appends are cut, so that the engine takes up about as much as it can use and no more.
+_PIECE_SAMPLES: Final = 16_000
+
+
+class Session:
+    """A client's handle on a session. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        session_id: int,
+        budget: AudioBudget,
+        send: Callable[[Command], None],
+        check_options: Callable[[SessionOptions], None],
+    ) -> None:
+        self.session_id = session_id
+        self._budget = budget
+        self._send = send
+        self._check_options = check_options
+        self._lock = threading.Lock()  # keeps the order of commands and the end of them consistent
+        self._is_finished = False
+
+    @property
+    def num_buffered_samples(self) -> int:
+        """Samples handed in and not yet taken up by the engine."""
+        return self._budget.num_samples
+
+    def append(self, samples: NDArray[np.float32], timeout_s: float = 0.0) -> None:
+        """Hand in audio.
+
+        Args:
+            samples: (n,) float32 in [-1, 1], mono, 16 kHz.
+            timeout_s: how long to wait for room where too much audio is waiting already.
+
+        Raises:
+            InvalidInput: wrong shape or dtype, or a value that isn't finite; nothing was taken.
+            Overloaded: no room; nothing was taken.
+            SessionClosed: the session has been finished or has ended.
+        """
+        if samples.ndim != 1 or samples.dtype != np.float32:
+            raise InvalidInput(
+                f"samples are {samples.shape} {samples.dtype}: (n,) float32 is needed"
+            )
+        if not np.isfinite(samples).all():
+            raise InvalidInput(f"sample {int(np.argmin(np.isfinite(samples)))} is not finite")
+        self._check_open()
+        self._budget.acquire(len(samples), timeout_s)
+        with self._lock:
+            self._check_open()
+            for start in range(0, len(samples), _PIECE_SAMPLES):
+                self._send(Append(samples[start : start + _PIECE_SAMPLES].copy()))
+
+    def commit(self) -> None:
+        """End the utterance: its last words come, then `UtteranceDone`; the session goes on."""
+        with self._lock:
+            self._check_open()
+            self._send(Flush(ends_session=False))
+
+    def finish(self) -> None:
+        """End the utterance as `commit` does, and the session after it."""
+        with self._lock:
+            self._check_open()
+            self._is_finished = True
+            self._send(Flush(ends_session=True))
+
+    def configure(self, options: SessionOptions) -> None:
+        """Change the options of the utterances that start after what was handed in so far.
+
+        Raises:
+            InvalidInput: the delay isn't a legal one; nothing changes.
+        """
+        self._check_options(options)
+        with self._lock:
+            self._check_open()
+            self._send(Configure(options))
+
+    def close(self) -> None:
+        """End the session now; text still to come is dropped. May be called again."""
+        with self._lock:
+            self._is_finished = True
+            self._send(Close())
+
+    def _check_open(self) -> None:
+        if self._is_finished or self._budget.is_closed:
+            raise SessionClosed(f"session {self.session_id} has been finished or has ended")
