@@ -105,7 +105,7 @@ def to_srt(segments: Iterable[Segment]) -> str:
     """Write SubRip: a number, times with a comma, the text, an empty line."""
     return "".join(
         f"{number}\n{_clock(segment.start_s, ',')} --> {_clock(segment.end_s, ',')}\n"
-        f"{segment.text}\n\n"
+        f"{_one_line(segment.text)}\n\n"
         for number, segment in enumerate(segments, 1)
     )
 
@@ -114,7 +114,7 @@ def to_vtt(segments: Iterable[Segment]) -> str:
     """Write WebVTT: its header, then times with a point and the text, `&<>` escaped."""
     cues = (
         f"{_clock(segment.start_s, '.')} --> {_clock(segment.end_s, '.')}\n"
-        f"{_vtt_escape(segment.text)}\n\n"
+        f"{_vtt_escape(_one_line(segment.text))}\n\n"
         for segment in segments
     )
     return "WEBVTT\n\n" + "".join(cues)
@@ -185,3 +185,8 @@ def _clock(time_s: float, decimal_mark: str) -> str:
 
 def _vtt_escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _one_line(text: str) -> str:
+    """Join lines: an empty line inside a cue would end it."""
+    return " ".join(text.split())

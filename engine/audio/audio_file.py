@@ -28,14 +28,15 @@ class AudioFile:
         """Open a file.
 
         Raises:
-            InvalidInput: it can't be opened or isn't audio; the message names it.
+            InvalidInput: it can't be opened or isn't audio.
         """
-        self._name = str(source) if isinstance(source, str | Path) else "audio"
+        if isinstance(source, str | Path) and not Path(source).is_file():
+            raise InvalidInput("no such file")
         try:
             self._file = soundfile.SoundFile(source)
         except (soundfile.SoundFileError, OSError, TypeError) as err:
             reason = str(err).removeprefix(f"Error opening {source!r}: ")
-            raise InvalidInput(f"{self._name}: not a readable audio file: {reason}") from err
+            raise InvalidInput(f"not a readable audio file: {reason}") from err
         rate, frames = self._file.samplerate, self._file.frames
         self._resampler = Resampler(rate)
         # libsndfile reports a huge count for a stream whose header was never completed.
@@ -60,7 +61,7 @@ class AudioFile:
                 _BLOCK_SAMPLES, dtype="float32", always_2d=True
             )
         except (soundfile.SoundFileError, RuntimeError) as err:
-            raise InvalidInput(f"{self._name}: damaged audio: {err}") from err
+            raise InvalidInput(f"damaged audio: {err}") from err
         return block
 
 

@@ -1,0 +1,262 @@
+"""Transcribe files through the engine: `voxlite transcribe`.
+
+In: paths, or raw PCM16 on standard input. Out: text as it is decoded, or JSON, SubRip or WebVTT.
+Each file is a session of its own, so several run at once; results come in the order of the files,
+and a file that fails says so and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, Literal, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine import (
+    Engine,
+    Event,
+    SessionClosed,
+    SessionEnded,
+    SessionOptions,
+    TextDelta,
+    Usage,
+    UtteranceDone,
+    VoxliteError,
+    Word,
+)
+from engine.audio.audio_file import AudioFile, read_pcm16
+from server.formats import segments_of, to_srt, to_vtt
+
+OutputFormat = Literal["text", "json", "srt", "vtt"]
+STDIN: Final = "-"
+# A bar is of use where one has to wait.
+_LONG_AUDIO_S: Final = 20.0
+_SUFFIXES: Final = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Transcript:
+    """All that the engine said of one file."""
+
+    file: str
+    delay_ms: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+    usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
+    audio_s: float = 0.0
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TextDelta():
+                self.text += event.text
+                self.token_ids.extend(event.token_ids)
+                self.words.extend(event.words)
+            case UtteranceDone():
+                self.usage = event.usage
+                self.audio_s = event.end_s - event.start_s
+
+    def render(self, output_format: OutputFormat) -> str:
+        """Write it in a format, ending with a newline."""
+        match output_format:
+            case "text":
+                return self.text.strip() + "\n"
+            case "srt":
+                return to_srt(segments_of(self.words))
+            case "vtt":
+                return to_vtt(segments_of(self.words))
+            case "json":
+                return json.dumps(self._as_json(), ensure_ascii=False) + "\n"
+
+    def _as_json(self) -> dict[str, object]:
+        return {
+            "file": self.file,
+            "text": self.text.strip(),
+            "token_ids": self.token_ids,
+            "audio_s": round(self.audio_s, 4),
+            "delay_ms": self.delay_ms,
+            "words": [
+                {
+                    "word": word.text.strip(),
+                    "start_s": round(word.start_s, 3),
+                    "end_s": round(word.end_s, 3),
+                }
+                for word in self.words
+            ],
+            "usage": {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "total_tokens": self.usage.total_tokens,
+            },
+        }
+
+
+class FileJob:
+    """One file on its way through the engine: a worker thread feeds it, `events` yields."""
+
+    def __init__(self, engine: Engine, file: str, options: SessionOptions) -> None:
+        self.file = file
+        self.audio_s: float | None = None  # an estimate, known once the file is open
+        self.token_s = engine.model_config.audio.token_s
+        self._engine = engine
+        self._options = options
+        self._outbox: SimpleQueue[Event | VoxliteError] = SimpleQueue()
+        self._has_ended = threading.Event()
+
+    def feed(self) -> None:
+        """Open the file and hand all of it to a session, at the engine's pace."""
+        try:
+            blocks = self._open_audio()
+            session = self._engine.open(self._options, self._take)
+        except VoxliteError as err:
+            self._outbox.put(err)
+            return
+        try:
+            for block in blocks:
+                session.append(block, timeout_s=float("inf"))
+            session.finish()
+        except SessionClosed:
+            pass  # the session's own last event says why
+        except VoxliteError as err:
+            self._outbox.put(err)
+            session.close()
+        self._has_ended.wait()  # its seat is free only then
+
+    def events(self) -> Iterator[Event]:
+        """Yield the session's events to its end.
+
+        Raises:
+            VoxliteError: the file can't be read, or its session failed.
+        """
+        while True:
+            match event := self._outbox.get():
+                case VoxliteError():
+                    raise event
+                case SessionEnded(error=None):
+                    return
+                case SessionEnded(error=error):
+                    assert error is not None
+                    raise error
+                case _:
+                    yield event
+
+    def _take(self, event: Event) -> None:
+        self._outbox.put(event)
+        if isinstance(event, SessionEnded):
+            self._has_ended.set()
+
+    def _open_audio(self) -> Iterator[NDArray[np.float32]]:
+        if self.file == STDIN:
+            return read_pcm16(sys.stdin.buffer)
+        audio = AudioFile(self.file)
+        rate = self._engine.model_config.audio.sampling_rate_hz
+        self.audio_s = None if audio.num_samples is None else audio.num_samples / rate
+        return audio.blocks()
+
+
+def transcribe_files(
+    engine: Engine,
+    files: Sequence[str],
+    *,
+    options: SessionOptions,
+    output_format: OutputFormat,
+    output: Path | None,
+) -> int:
+    """Transcribe files and write the results. Return how many failed.
+
+    Args:
+        output: a file, or a folder that gets one file for each; None writes to standard output.
+    """
+    num_failed = 0
+    jobs = [FileJob(engine, file, options) for file in files]
+    with ThreadPoolExecutor(engine.max_sessions) as workers, _Writer(output, output_format) as out:
+        for job in jobs:
+            workers.submit(job.feed)
+        for job in jobs:
+            transcript = Transcript(
+                file=job.file, delay_ms=options.delay_ms or engine.default_delay_ms
+            )
+            try:
+                for event in _with_progress(job, is_hidden=out.is_live):
+                    transcript.add(event)
+                    out.show(event)
+            except VoxliteError as err:
+                num_failed += 1
+                out.fail()
+                print(f"voxlite: {job.file}: {err}", file=sys.stderr)
+            else:
+                out.write(transcript)
+    return num_failed
+
+
+class _Writer:
+    """Where transcripts go: live to a terminal or pipe, into one file, or one file each."""
+
+    def __init__(self, output: Path | None, output_format: OutputFormat) -> None:
+        self._format = output_format
+        self._folder = output if output is not None and output.is_dir() else None
+        self._stream: TextIO = sys.stdout
+        self._is_file = output is not None and self._folder is None
+        if output is not None and self._folder is None:
+            self._stream = output.open("w", encoding="utf-8")
+        self.is_live = output is None and output_format == "text"
+        self._has_shown = False
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_file:
+            self._stream.close()
+
+    def show(self, event: Event) -> None:
+        """Print text as it comes, without the space that a transcript starts with."""
+        if self.is_live and isinstance(event, TextDelta) and event.text:
+            text = event.text if self._has_shown else event.text.lstrip()
+            self._has_shown = self._has_shown or bool(text)
+            print(text, end="", file=self._stream, flush=True)
+
+    def fail(self) -> None:
+        """End the line of a transcript that broke off."""
+        if self._has_shown:
+            print(file=self._stream, flush=True)
+        self._has_shown = False
+
+    def write(self, transcript: Transcript) -> None:
+        if self.is_live:
+            print(file=self._stream, flush=True)
+            self._has_shown = False
+        elif self._folder is not None:
+            name = "stdin" if transcript.file == STDIN else Path(transcript.file).name
+            path = self._folder / (name + _SUFFIXES[self._format])
+            path.write_text(transcript.render(self._format), encoding="utf-8")
+        else:
+            print(transcript.render(self._format), end="", file=self._stream, flush=True)
+
+
+def _with_progress(job: FileJob, *, is_hidden: bool) -> Iterable[Event]:
+    """Yield the job's events, with a bar on standard error where it takes long."""
+    console = Console(stderr=True)
+    if is_hidden or not console.is_terminal:
+        yield from job.events()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(Path(job.file).name, visible=False)
+        decoded_s = 0.0
+        for event in job.events():
+            if isinstance(event, TextDelta):
+                decoded_s += job.token_s * len(event.token_ids)
+            is_long = job.audio_s is not None and job.audio_s > _LONG_AUDIO_S
+            progress.update(task, completed=decoded_s, total=job.audio_s, visible=is_long)
+            yield event
