@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-
 # Files transcribed at once: each takes a session's KV cache (1.1 GB for the 4B model).
 _MAX_CONCURRENT_FILES = 4
 
