@@ -225,7 +225,7 @@ class Oracle:
         while len(ids) < len(adapter_out):
             positions = range(len(ids))[-(reach + 1) :]
             hidden = self._decoder(adapter_out, ids, positions, n_delay)[-1]  # (dim,)
-            logits = self.embeddings @ hidden  # (vocab,)
+            logits = (self.embeddings * hidden).sum(axis=-1)  # (vocab,)
             second, best = np.argsort(logits)[-2:]
             ids.append(int(logits.argmax()))  # of equal logits, the lowest id
             out.ids.append(ids[-1])
