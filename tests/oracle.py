@@ -11,7 +11,6 @@ number of positions, C channels, H heads, D head dim.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,31 +43,21 @@ class Generation(NamedTuple):
     margins: list[float]  # best logit minus the second best; near 0 is a near tie
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """The numbers one transformer stack (encoder or decoder) is built from."""
+class Stack(NamedTuple):
+    """The numbers that shape one transformer stack, under their names in params.json."""
 
-    prefix: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    prefix: str  # of its tensors' names
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
     head_dim: int
-    window: int
+    sliding_window: int
     rope_theta: float
     norm_eps: float
 
     @classmethod
     def from_params(cls, prefix: str, params: dict[str, Any]) -> "Stack":
-        return cls(
-            prefix=prefix,
-            num_layers=params["n_layers"],
-            num_heads=params["n_heads"],
-            num_kv_heads=params["n_kv_heads"],
-            head_dim=params["head_dim"],
-            window=params["sliding_window"],
-            rope_theta=params["rope_theta"],
-            norm_eps=params["norm_eps"],
-        )
+        return cls(prefix, **{name: params[name] for name in cls._fields[1:]})
 
 
 def attended(position: int, window: int) -> range:
@@ -219,7 +208,7 @@ class Oracle:
         `window - 1` positions back, so no layer's output reaches further than their sum.
         """
         adapter_out = self.audio_embeddings(samples, n_delay)
-        reach = self.decoder_stack.num_layers * (self.decoder_stack.window - 1)
+        reach = self.decoder_stack.n_layers * (self.decoder_stack.sliding_window - 1)
         ids = self.prompt(n_delay)
         out = Generation([], [], [])
         while len(ids) < len(adapter_out):
@@ -244,7 +233,7 @@ class Oracle:
         half = self.embeddings.shape[1] // 2
         angles = n_delay * np.exp(-math.log(10_000) * np.arange(half) / half)
         condition = np.concatenate([np.cos(angles), np.sin(angles)])
-        names = [f"layers.{i}.ada_rms_norm_t_cond." for i in range(self.decoder_stack.num_layers)]
+        names = [f"layers.{i}.ada_rms_norm_t_cond." for i in range(self.decoder_stack.n_layers)]
         return [self._linear(gelu(self._linear(condition, n + "0")), n + "2") for n in names]
 
     def _decoder(
@@ -259,8 +248,8 @@ class Oracle:
         self, x: Array, positions: range, stack: Stack, ffn_scales: list[Array] | None = None
     ) -> Array:
         """Run (P, C) through all layers and the final norm."""
-        mask = attention_mask(positions, stack.window)
-        for i in range(stack.num_layers):
+        mask = attention_mask(positions, stack.sliding_window)
+        for i in range(stack.n_layers):
             layer = f"{stack.prefix}layers.{i}."
             h = self._norm(x, layer + "attention_norm", stack.norm_eps)
             x = x + self._attention(h, positions, mask, layer + "attention.", stack)
@@ -276,14 +265,14 @@ class Oracle:
         self, x: Array, positions: range, mask: NDArray[np.bool_], name: str, stack: Stack
     ) -> Array:
         """Mix (P, C) over positions; query head h reads key head h // (heads per key head)."""
-        queries = self._heads(x, name + "wq", stack.num_heads)  # (H, P, D)
-        keys = self._heads(x, name + "wk", stack.num_kv_heads)  # (H_kv, P, D)
-        values = self._heads(x, name + "wv", stack.num_kv_heads)
+        queries = self._heads(x, name + "wq", stack.n_heads)  # (H, P, D)
+        keys = self._heads(x, name + "wk", stack.n_kv_heads)  # (H_kv, P, D)
+        values = self._heads(x, name + "wv", stack.n_kv_heads)
         queries = rotate(queries, positions, stack.rope_theta)
         keys = rotate(keys, positions, stack.rope_theta)
-        group = stack.num_heads // stack.num_kv_heads
+        group = stack.n_heads // stack.n_kv_heads
         mixed = []
-        for h in range(stack.num_heads):
+        for h in range(stack.n_heads):
             scores = queries[h] @ keys[h // group].T / math.sqrt(stack.head_dim)  # (P, P)
             weights = np.exp(log_softmax(np.where(mask, scores, -np.inf)))
             mixed.append(weights @ values[h // group])
