@@ -25,7 +25,7 @@ from tests.checkpoints import (
     write_checkpoint,
     write_hugging_face_checkpoint,
 )
-from tests.oracle import Oracle, attended, attention_mask, rotate
+from tests.oracle import Generation, Oracle, attended, attention_mask, rotate
 from tests.speechlike import speechlike
 
 ENCODER_WINDOW_FRAMES = 29  # not a multiple of a token's 4 frames
@@ -79,6 +79,21 @@ def mel(oracle: Oracle, samples: np.ndarray) -> np.ndarray:
     return oracle.log_mel(oracle.pad(samples, N_DELAY))
 
 
+@pytest.fixture(scope="module")
+def encoded(oracle: Oracle, mel: np.ndarray) -> np.ndarray:
+    return oracle.encoder(mel)
+
+
+@pytest.fixture(scope="module")
+def adapted(oracle: Oracle, encoded: np.ndarray) -> np.ndarray:
+    return oracle.adapter(encoded)
+
+
+@pytest.fixture(scope="module")
+def generation(oracle: Oracle, samples: np.ndarray) -> Generation:
+    return oracle.generate(samples, N_DELAY)
+
+
 def features(mel: np.ndarray) -> torch.Tensor:
     """Return (1, 128, M) float32, as transformers takes mel frames."""
     return torch.from_numpy(mel.T[None].astype(np.float32))
@@ -127,15 +142,16 @@ def test_mel_beyond_both_ends_is_silence(oracle: Oracle) -> None:
 
 
 def test_encoder_and_adapter_are_those_of_transformers(
-    oracle: Oracle, reference: VoxtralRealtimeForConditionalGeneration, mel: np.ndarray
+    reference: VoxtralRealtimeForConditionalGeneration,
+    mel: np.ndarray,
+    encoded: np.ndarray,
+    adapted: np.ndarray,
 ) -> None:
-    encoded = oracle.encoder(mel)
     assert len(encoded) == 4 * 87
     assert len(encoded) > 10 * ENCODER_WINDOW_FRAMES
     with torch.no_grad():
         expected = reference.get_audio_features(features(mel), return_dict=True)
     np.testing.assert_allclose(encoded, expected.last_hidden_state[0].numpy(), atol=TOLERANCE)
-    adapted = oracle.adapter(encoded)
     np.testing.assert_allclose(adapted, expected.pooler_output[0].numpy(), atol=TOLERANCE)
 
 
@@ -144,12 +160,12 @@ def test_logits_are_those_of_transformers(
     oracle: Oracle,
     reference: VoxtralRealtimeForConditionalGeneration,
     mel: np.ndarray,
+    adapted: np.ndarray,
     n_delay: int,
 ) -> None:
-    num_tokens = len(mel) // 8
-    assert num_tokens > 4 * DECODER_WINDOW_TOKENS
-    ids = np.random.default_rng(0).integers(0, 1400, num_tokens).tolist()
-    actual = oracle.logits(oracle.adapter(oracle.encoder(mel)), ids, n_delay)
+    assert len(adapted) > 4 * DECODER_WINDOW_TOKENS
+    ids = np.random.default_rng(0).integers(0, 1400, len(adapted)).tolist()
+    actual = oracle.logits(adapted, ids, n_delay)
     with torch.no_grad():
         output = reference(
             input_features=features(mel), input_ids=torch.tensor([ids]), num_delay_tokens=n_delay
@@ -179,13 +195,11 @@ def test_greedy_ids_are_those_of_transformers(
 
 
 def test_each_greedy_step_is_the_last_row_of_dense_logits(
-    oracle: Oracle, samples: np.ndarray
+    oracle: Oracle, adapted: np.ndarray, generation: Generation
 ) -> None:
     """Leaving out the positions out of reach changes nothing."""
-    generation = oracle.generate(samples, N_DELAY)
     prompt = oracle.prompt(N_DELAY)
-    adapter_out = oracle.audio_embeddings(samples, N_DELAY)
-    logits = oracle.logits(adapter_out, (prompt + generation.ids)[:-1], N_DELAY)[len(prompt) - 1 :]
+    logits = oracle.logits(adapted, (prompt + generation.ids)[:-1], N_DELAY)[len(prompt) - 1 :]
     assert logits.argmax(axis=-1).tolist() == generation.ids
     logprobs = torch.from_numpy(logits).log_softmax(dim=-1).max(dim=-1).values
     np.testing.assert_allclose(generation.logprobs, logprobs, atol=1e-9)
@@ -200,9 +214,9 @@ def test_sixteen_seconds_at_480_ms_are_39_prompt_ids_and_210_more(oracle: Oracle
 
 
 def test_every_token_of_audio_after_the_prompt_gives_one_id(
-    oracle: Oracle, samples: np.ndarray, mel: np.ndarray
+    oracle: Oracle, mel: np.ndarray, generation: Generation
 ) -> None:
-    assert len(oracle.greedy(samples, N_DELAY)) == len(mel) // 8 - len(oracle.prompt(N_DELAY))
+    assert len(generation.ids) == len(mel) // 8 - len(oracle.prompt(N_DELAY))
 
 
 def test_checkpoint_gives_ids_of_every_kind_that_follow_the_audio(oracle: Oracle) -> None:
@@ -220,12 +234,11 @@ def test_checkpoint_gives_ids_of_every_kind_that_follow_the_audio(oracle: Oracle
     ids=lambda overrides: next(iter(overrides)),
 )
 def test_decoder_numbers_come_from_params(
-    tmp_path: Path, oracle: Oracle, mel: np.ndarray, overrides: dict[str, float]
+    tmp_path: Path, oracle: Oracle, adapted: np.ndarray, overrides: dict[str, float]
 ) -> None:
-    adapter_out = oracle.adapter(oracle.encoder(mel))
-    ids = [PAD_ID] * len(adapter_out)
+    ids = [PAD_ID] * len(adapted)
     other = Oracle(write_checkpoint(tmp_path, **overrides))
-    difference = other.logits(adapter_out, ids, N_DELAY) - oracle.logits(adapter_out, ids, N_DELAY)
+    difference = other.logits(adapted, ids, N_DELAY) - oracle.logits(adapted, ids, N_DELAY)
     assert np.abs(difference).max() > 100 * TOLERANCE
 
 
