@@ -77,7 +77,7 @@ class AudioStream:
         assert 0 < num_tokens <= self.num_ready_tokens
         step_samples = self._audio.samples_per_token
         spans = np.lib.stride_tricks.sliding_window_view(self._buffer, self._span_samples)
-        taken = np.ascontiguousarray(spans[: num_tokens * step_samples : step_samples])
+        taken = spans[: num_tokens * step_samples : step_samples].copy()
         self._buffer = self._buffer[num_tokens * step_samples :].copy()
         self.num_taken_tokens += num_tokens
         return taken

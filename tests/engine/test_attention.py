@@ -1,0 +1,120 @@
+"""Paged attention: which keys are read, and that nothing else can be."""
+
+import pytest
+import torch
+
+from engine.block_pool import BlockPool
+from engine.kv_cache_manager import KVCacheSpec, SlidingWindowManager
+from engine.model.attention import (
+    LayerCache,
+    Segment,
+    first_key,
+    paged_attention,
+    window_mask,
+)
+
+CPU = torch.device("cpu")
+NUM_KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 4
+
+
+class Probe:
+    """One session's cache whose values tell which keys a query attended to.
+
+    All keys are 0, so that every key that is read weighs the same; the value of frame f has a 1 in
+    the dimension f - base. Slots that were never written, or are freed, hold NaN.
+    """
+
+    def __init__(self, window: int, block_size: int, max_new_tokens: int, num_frames: int) -> None:
+        spec = KVCacheSpec(
+            block_size=block_size,
+            num_kv_heads=4,
+            head_size=num_frames,
+            window_frames=window,
+            block_pool_size=4,
+        )
+        num_blocks = spec.max_admission_blocks_per_request(max_new_tokens, None)
+        self.manager = SlidingWindowManager(spec, BlockPool(num_blocks), num_blocks)
+        self.manager.on_free = self._poison
+        self.manager.admit(0)
+        self.window, self.num_frames = window, num_frames
+        shape = (1, num_blocks * spec.frames_per_block, num_frames)
+        self.cache = LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+
+    def attended(self, first_token: int, num_tokens: int) -> list[list[int]]:
+        """Write the next tokens' frames and list, for each of them, the frames it reads."""
+        table = self.manager.make_room(0, first_token, num_tokens)
+        first, count = 4 * first_token, 4 * num_tokens
+        slots = [slot for run in table.slot_runs(first, first + count) for slot in run]
+        values = torch.eye(self.num_frames)[first : first + count, None]  # (frames, 1, D)
+        self.cache.write(torch.tensor(slots), torch.zeros_like(values), values)
+        segment = Segment(
+            rows=slice(0, count),
+            key_runs=tuple(table.slot_runs(first_key(first, self.window), first + count)),
+            mask=window_mask(first, count, self.window, CPU),
+        )
+        queries = torch.randn(count, 1, self.num_frames)
+        out = paged_attention(queries, self.cache, [segment])
+        assert not out.isnan().any()
+        return [out[row, 0].nonzero().flatten().tolist() for row in range(count)]
+
+    def _poison(self, blocks: range) -> None:
+        per_block = self.manager.spec.frames_per_block
+        slots = slice(blocks.start * per_block, blocks.stop * per_block)
+        self.cache.keys[:, slots] = self.cache.values[:, slots] = torch.nan
+
+
+@pytest.mark.parametrize(("window", "chunk_tokens"), [(749, 3), (750, 1), (750, 7), (751, 3)])
+def test_each_frame_reads_exactly_its_window(window: int, chunk_tokens: int) -> None:
+    """Includes encoder frames 748..753 and 1498..1503, and every block edge up to 1520."""
+    probe = Probe(window, block_size=16, max_new_tokens=chunk_tokens, num_frames=1540)
+    for first_token in range(0, 380, chunk_tokens):
+        for row, frames in enumerate(probe.attended(first_token, chunk_tokens)):
+            frame = 4 * first_token + row
+            assert frames == list(range(max(0, frame - window + 1), frame + 1))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_small_windows_and_blocks_read_exactly_their_window(
+    block_size: int, chunk_tokens: int
+) -> None:
+    probe = Probe(7, block_size=block_size, max_new_tokens=chunk_tokens, num_frames=200)
+    for first_token in range(0, 45, chunk_tokens):
+        for row, frames in enumerate(probe.attended(first_token, chunk_tokens)):
+            frame = 4 * first_token + row
+            assert frames == list(range(max(0, frame - 6), frame + 1))
+
+
+def test_the_window_mask_is_the_drawn_one() -> None:
+    assert window_mask(4, 2, 3, CPU).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+
+
+def test_attention_over_two_runs_equals_dense_attention_over_one() -> None:
+    torch.manual_seed(0)
+    num_keys, rows = 12, 5
+    keys, values = torch.randn(2, NUM_KV_HEADS, num_keys, HEAD_SIZE)
+    queries = torch.randn(rows, NUM_KV_HEADS * GROUPS, HEAD_SIZE)
+    mask = window_mask(num_keys - rows, rows, 100, CPU)
+    moved = LayerCache(keys.roll(4, dims=1), values.roll(4, dims=1))  # frame f lies in slot f + 4
+    out = paged_attention(
+        queries, moved, [Segment(slice(0, rows), (range(4, 12), range(4)), mask)]
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(out, expected)
+
+
+def test_sessions_in_one_batch_read_only_their_own_keys() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, NUM_KV_HEADS, 6, HEAD_SIZE)
+    queries = torch.randn(2, NUM_KV_HEADS * GROUPS, HEAD_SIZE)
+    segments = [
+        Segment(slice(0, 1), (range(3),), None),
+        Segment(slice(1, 2), (range(3, 6),), None),
+    ]
+    out = paged_attention(queries, LayerCache(keys, values), segments)
+    others_changed = keys.clone()
+    others_changed[:, 3:] = torch.nan
+    alone = paged_attention(queries[:1], LayerCache(others_changed, values), segments[:1])
+    torch.testing.assert_close(out[:1], alone)
