@@ -122,8 +122,13 @@ class TransformerConfig:
             "hidden_dim",
             "window",
         ):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name}={getattr(self, name)}: at least 1 is needed")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name}={value!r}: a whole number from 1 is needed")
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or value <= 0:
+                raise CheckpointError(f"{name}={value!r}: a number above 0 is needed")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

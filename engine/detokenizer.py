@@ -44,8 +44,8 @@ class WordTimer:
         token      pad   WORD  " wor"  "ld"  pad
         speaks of  0.72  0.80  0.88    0.96  1.04   (end of its 80 ms)     " world" ends at 0.80 s
 
-    Without a marker (none is promised), the word's first token takes its place. No word is timed
-    later than the audio's end or earlier than the word before it.
+    Without a marker (none is promised: words that follow each other closely share one), the word's
+    first character takes its place. No word is timed earlier than the word before it.
     """
 
     token_s: float
@@ -65,10 +65,11 @@ class WordTimer:
             self._end_s = end_s
         elif token_id == STREAMING_PAD_ID and not is_mid_character:
             self._close()
+            self._end_s = None  # a marker belongs to what follows it at once
         for char in text:
             if char.isspace():
                 self._close()
-            if self._end_s is None:
+            elif self._end_s is None:
                 self._end_s = end_s
             self._text += char
         return self._take()

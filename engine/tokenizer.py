@@ -11,7 +11,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from engine.config import AudioConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidInput
 
 
 class Tokenizer:
@@ -27,9 +27,12 @@ class Tokenizer:
             raise CheckpointError(f"{path} is missing")
         try:
             self._tekken = Tekkenizer.from_file(path)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as err:
-            raise CheckpointError(f"{path}: not a tekken tokenizer: {err}") from err
-        self.audio_config = self._read_audio_config(path)
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as err:
+            raise CheckpointError(f"{path}: not a tekken tokenizer: {err!r}") from err
+        try:
+            self.audio_config = self._read_audio_config()
+        except (CheckpointError, InvalidInput, TypeError, ArithmeticError) as err:
+            raise CheckpointError(f"{path}: {err}") from err
         self.vocab_size: int = self._tekken.n_words
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -39,10 +42,10 @@ class Tokenizer:
         piece: bytes = self._tekken.id_to_byte_piece(token_id, SpecialTokenPolicy.IGNORE)
         return piece
 
-    def _read_audio_config(self, path: Path) -> AudioConfig:
+    def _read_audio_config(self) -> AudioConfig:
         audio = self._tekken.audio
         if audio is None or audio.streaming_n_left_pad_tokens is None:
-            raise CheckpointError(f"{path}: no audio section for streaming transcription")
+            raise CheckpointError("no audio section for streaming transcription")
         delay_ms = audio.transcription_delay_ms
         return AudioConfig(
             sampling_rate_hz=audio.sampling_rate,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +27,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from engine import (
     Engine,
     Event,
+    InvalidInput,
+    Session,
     SessionClosed,
     SessionEnded,
     SessionOptions,
@@ -110,27 +114,31 @@ class FileJob:
         self.token_s = engine.model_config.audio.token_s
         self._engine = engine
         self._options = options
-        self._outbox: SimpleQueue[Event | VoxliteError] = SimpleQueue()
+        self._outbox: SimpleQueue[Event | Exception] = SimpleQueue()
         self._has_ended = threading.Event()
+        self._session: Session | None = None
+        self._is_cancelled = False
 
     def feed(self) -> None:
         """Open the file and hand all of it to a session, at the engine's pace."""
-        try:
-            blocks = self._open_audio()
-            session = self._engine.open(self._options, self._take)
-        except VoxliteError as err:
-            self._outbox.put(err)
+        if self._is_cancelled:
             return
         try:
-            for block in blocks:
-                session.append(block, timeout_s=float("inf"))
-            session.finish()
+            self._feed(self._open_audio())
         except SessionClosed:
             pass  # the session's own last event says why
-        except VoxliteError as err:
+        except Exception as err:  # whatever it is, `events` must not wait for ever
             self._outbox.put(err)
-            session.close()
-        self._has_ended.wait()  # its seat is free only then
+            if self._session is not None:
+                self._session.close()
+        if self._session is not None:
+            self._has_ended.wait()  # its seat is free only then
+
+    def cancel(self) -> None:
+        """End the session, if there is one; from any thread."""
+        self._is_cancelled = True
+        if self._session is not None:
+            self._session.close()
 
     def events(self) -> Iterator[Event]:
         """Yield the session's events to its end.
@@ -140,7 +148,7 @@ class FileJob:
         """
         while True:
             match event := self._outbox.get():
-                case VoxliteError():
+                case Exception():
                     raise event
                 case SessionEnded(error=None):
                     return
@@ -149,6 +157,14 @@ class FileJob:
                     raise error
                 case _:
                     yield event
+
+    def _feed(self, blocks: Iterator[NDArray[np.float32]]) -> None:
+        self._session = self._engine.open(self._options, self._take)
+        if self._is_cancelled:
+            self._session.close()
+        for block in blocks:
+            self._session.append(block, timeout_s=float("inf"))
+        self._session.finish()
 
     def _take(self, event: Event) -> None:
         self._outbox.put(event)
@@ -179,7 +195,11 @@ def transcribe_files(
     """
     num_failed = 0
     jobs = [FileJob(engine, file, options) for file in files]
-    with ThreadPoolExecutor(engine.max_sessions) as workers, _Writer(output, output_format) as out:
+    with (
+        _Writer(output, output_format, files) as out,
+        ThreadPoolExecutor(engine.max_sessions) as workers,
+        _cancelling(jobs),
+    ):
         for job in jobs:
             workers.submit(job.feed)
         for job in jobs:
@@ -199,16 +219,40 @@ def transcribe_files(
     return num_failed
 
 
+@contextmanager
+def _cancelling(jobs: Sequence[FileJob]) -> Iterator[None]:
+    """Cancel what is left of the jobs when the block is left early, as by an interrupt."""
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
 class _Writer:
     """Where transcripts go: live to a terminal or pipe, into one file, or one file each."""
 
-    def __init__(self, output: Path | None, output_format: OutputFormat) -> None:
+    def __init__(
+        self, output: Path | None, output_format: OutputFormat, files: Sequence[str]
+    ) -> None:
+        """Open the output.
+
+        Raises:
+            InvalidInput: it can't be written, or two of the files would go to the same place.
+        """
         self._format = output_format
         self._folder = output if output is not None and output.is_dir() else None
         self._stream: TextIO = sys.stdout
         self._is_file = output is not None and self._folder is None
-        if output is not None and self._folder is None:
-            self._stream = output.open("w", encoding="utf-8")
+        if self._folder is not None:
+            for path, count in Counter(map(self._path, files)).items():
+                if count > 1:
+                    raise InvalidInput(f"{path}: {count} of the files would be written to it")
+        elif output is not None:
+            try:
+                self._stream = output.open("w", encoding="utf-8")
+            except OSError as err:
+                raise InvalidInput(f"{output} can't be written: {err.strerror}") from err
         self.is_live = output is None and output_format == "text"
         self._has_shown = False
 
@@ -237,11 +281,15 @@ class _Writer:
             print(file=self._stream, flush=True)
             self._has_shown = False
         elif self._folder is not None:
-            name = "stdin" if transcript.file == STDIN else Path(transcript.file).name
-            path = self._folder / (name + _SUFFIXES[self._format])
-            path.write_text(transcript.render(self._format), encoding="utf-8")
+            text = transcript.render(self._format)
+            self._path(transcript.file).write_text(text, encoding="utf-8")
         else:
             print(transcript.render(self._format), end="", file=self._stream, flush=True)
+
+    def _path(self, file: str) -> Path:
+        assert self._folder is not None
+        name = "stdin" if file == STDIN else Path(file).name
+        return self._folder / (name + _SUFFIXES[self._format])
 
 
 def _with_progress(job: FileJob, *, is_hidden: bool) -> Iterable[Event]:

@@ -6,8 +6,11 @@ about a second, so that a file of any length needs little memory.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO, Final
 
 import numpy as np
@@ -19,6 +22,9 @@ from engine.errors import InvalidInput
 
 _PCM16_SCALE: Final = 32_768
 _BLOCK_SAMPLES: Final = 16_000
+_RIFF_HEADER_BYTES: Final = 12
+_CHUNK_HEADER_BYTES: Final = 8
+_UNKNOWN_SIZE: Final = b"\xff" * 4
 
 
 class AudioFile:
@@ -30,10 +36,13 @@ class AudioFile:
         Raises:
             InvalidInput: it can't be opened or isn't audio.
         """
-        if isinstance(source, str | Path) and not Path(source).is_file():
-            raise InvalidInput("no such file")
+        if isinstance(source, str | Path):
+            if Path(source).is_dir():
+                raise InvalidInput("a folder, not an audio file")
+            if not Path(source).is_file():
+                raise InvalidInput("no such file")
         try:
-            self._file = soundfile.SoundFile(source)
+            self._file = _open(source)
         except (soundfile.SoundFileError, OSError, TypeError) as err:
             reason = str(err).removeprefix(f"Error opening {source!r}: ")
             raise InvalidInput(f"not a readable audio file: {reason}") from err
@@ -47,13 +56,18 @@ class AudioFile:
         """Yield mono blocks (n,) at 16 kHz until the end. Values that aren't finite become 0.
 
         Raises:
-            InvalidInput: the data can't be decoded; blocks before it have been yielded.
+            InvalidInput: the data can't be decoded; blocks before it have been yielded. Or there
+                was none at all.
         """
+        is_empty = True
         with self._file:
             while len(block := self._read()):
-                mono = block.mean(axis=1, dtype=np.float32)
-                yield self._resampler.push(np.nan_to_num(mono, posinf=0.0, neginf=0.0))
-            yield self._resampler.flush()
+                is_empty = False
+                finite = np.nan_to_num(block, posinf=0.0, neginf=0.0)
+                yield self._resampler.push(finite.mean(axis=1, dtype=np.float32))
+        if is_empty:
+            raise InvalidInput("no audio in this file")
+        yield self._resampler.flush()
 
     def _read(self) -> NDArray[np.float32]:
         try:
@@ -63,6 +77,62 @@ class AudioFile:
         except (soundfile.SoundFileError, RuntimeError) as err:
             raise InvalidInput(f"damaged audio: {err}") from err
         return block
+
+
+class _ForwardOnly(soundfile.SoundFile):  # type: ignore[misc]
+    """A file that is read from start to end: SoundFile seeks after each read where it can.
+
+    That fails in a FLAC stream of unknown length, and gains nothing elsewhere.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+
+def _open(source: str | Path | BinaryIO) -> soundfile.SoundFile:
+    """Open a file with libsndfile, which takes a WAV whose size was never filled in for empty."""
+    file = _ForwardOnly(source)
+    if file.frames > 0 or file.format not in ("WAV", "WAVEX"):
+        return file
+    file.close()
+    with TemporaryFile() as copy:
+        if isinstance(source, str | Path):
+            with open(source, "rb") as original:
+                shutil.copyfileobj(original, copy)
+        else:
+            source.seek(0)
+            shutil.copyfileobj(source, copy)
+        _fill_in_size(copy)
+        copy.seek(0)
+        return _ForwardOnly(os.dup(copy.fileno()))  # which closes it
+
+
+def _fill_in_size(wav: BinaryIO) -> None:
+    """Mark the size of a WAV's data chunk as unknown if it says 0 although audio follows.
+
+    Recorders and pipes write the header first and can't come back to fill it in. What follows an
+    empty data chunk is either more chunks, which end where the file ends, or audio:
+
+        "data" 0 | "LIST" 26 ... end of file        empty
+        "data" 0 | samples, read as name and size   unfilled
+    """
+    end = wav.seek(0, os.SEEK_END)
+    size_offset = None
+    position = _RIFF_HEADER_BYTES
+    while position + _CHUNK_HEADER_BYTES <= end:
+        wav.seek(position)
+        name, size = wav.read(4), int.from_bytes(wav.read(4), "little")
+        if size_offset is not None and not (name.isascii() and name.decode().isprintable()):
+            break
+        if name == b"data":
+            if size > 0:
+                return
+            size_offset = position + 4
+        position += _CHUNK_HEADER_BYTES + size + size % 2
+    if size_offset is not None and position != end:
+        wav.seek(size_offset)
+        wav.write(_UNKNOWN_SIZE)
+        wav.flush()
 
 
 def read_audio(source: str | Path | BinaryIO) -> Iterator[NDArray[np.float32]]:

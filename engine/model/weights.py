@@ -25,6 +25,8 @@ from engine.model.layers import Block, Linear
 _EMBEDDER: Final = "mm_streams_embeddings.embedding_module."
 _ENCODER: Final = _EMBEDDER + "whisper_encoder."
 
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
 # The first whose Mistral side starts the name applies, then all parts found inside it.
 _HUGGING_FACE_PREFIXES: Final = (
     (_ENCODER + "conv_layers.0.conv.", "audio_tower.embedder.conv1."),
@@ -107,20 +109,23 @@ class _Reader:
         if not config.is_mistral_format:
             self._unread.discard(_TIED_HEAD)
         self.dtype = dtype or self._read_raw(_EMBEDDER + "tok_embeddings.weight").dtype
-        if not self.dtype.is_floating_point:
-            raise CheckpointError(f"{folder}: weights of dtype {self.dtype} are not supported")
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the wanted dtype on the wanted device.
 
         Raises:
-            CheckpointError: it is missing or has another shape.
+            CheckpointError: it is missing, has another shape or a dtype that isn't for weights.
         """
         raw = self._read_raw(name)
         if tuple(raw.shape) != shape:
             raise CheckpointError(
                 f"{self._path(name)}: tensor {self._name(name)} has shape {tuple(raw.shape)}, the "
                 f"config says {shape}"
+            )
+        if raw.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self._path(name)}: tensor {self._name(name)} has dtype {raw.dtype}; float32, "
+                f"bfloat16 and float16 can be read"
             )
         self._unread.discard(self._name(name))
         tensor = raw.to(device=self._device, dtype=self.dtype)
