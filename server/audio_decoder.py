@@ -77,7 +77,12 @@ class AudioDecoder:
         if not np.isfinite(samples).all():
             raise InvalidInput(f"sample {int(np.argmin(np.isfinite(samples)))} is not finite")
         self._rest = data[num_whole_bytes:]
-        return self._resampler.push(samples)
+        return self._resampler.push(np.clip(samples, -1.0, 1.0))
+
+    def skip(self, data: bytes) -> None:
+        """Drop bytes, keeping only where the next sample begins."""
+        data = self._rest + data
+        self._rest = data[len(data) // self._bytes_per_sample * self._bytes_per_sample :]
 
     def flush(self) -> Samples:
         """Return what the resampler still holds. The stream goes on as a new one afterwards."""
@@ -91,5 +96,4 @@ class AudioDecoder:
             decoded: Samples = _G711_TABLES[encoding][np.frombuffer(data, np.uint8)]
             return decoded
         dtype, full_scale = _LINEAR[encoding]
-        scaled = np.frombuffer(data, dtype).astype(np.float32) / np.float32(full_scale)
-        return np.clip(scaled, -1.0, 1.0) if dtype[1] == "f" else scaled
+        return np.frombuffer(data, dtype).astype(np.float32) / np.float32(full_scale)

@@ -1,0 +1,354 @@
+"""One client's transcription, whatever protocol it speaks: audio and commands in, events out.
+
+In: commands, and the engine's events, all on the event loop. Out: session events, through `emit`.
+It knows nothing of sockets or JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import SessionOptions
+from engine.errors import Overloaded, VoxliteError
+from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
+from server.async_engine import AsyncEngine
+from server.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
+from server.errors import fault_of
+from server.held_audio import HeldAudio
+from server.items import Item, Items
+from server.protocol.messages import (
+    Cleared,
+    IdleTimeout,
+    NewId,
+    SessionEvent,
+    SpeechStarted,
+    SpeechStopped,
+)
+from server.session_config import SessionConfig
+from server.turn_detection import Started, Stopped, TimedOut, TurnDetector, TurnEvent
+from server.voice_activity import VoiceModel, VoiceStream
+
+logger = logging.getLogger(__name__)
+
+# A client that falls silent by sending nothing has ended its turn this much later than one that
+# goes on sending silence.
+_STALL_S: Final = 1.0
+
+Samples = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionServices:
+    """What all sessions share."""
+
+    engine: AsyncEngine
+    voice_model: VoiceModel
+    voice_executor: Executor
+    new_id: NewId
+    max_append_wait_s: float
+
+
+@dataclass(slots=True)
+class _Gate:
+    """What turn detection needs: the detector, the voice model's state, the audio not fed yet."""
+
+    detector: TurnDetector
+    voice: VoiceStream
+    held: HeldAudio
+
+
+class TranscriptionSession:
+    """Transcribe one stream of audio, cut into utterances by the client or by its turns."""
+
+    def __init__(
+        self,
+        services: SessionServices,
+        config: SessionConfig,
+        emit: Callable[[SessionEvent], None],
+        on_end: Callable[[VoxliteError | None], None],
+    ) -> None:
+        """Open a session of the engine.
+
+        Args:
+            emit: called with each event.
+            on_end: called once when the engine has ended the session, with what went wrong.
+
+        Raises:
+            InvalidInput, Overloaded, EngineFailure: as `AsyncEngine.open`.
+        """
+        self.config = config
+        self._services = services
+        self._emit = emit
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._engine_session = services.engine.open(_options(config), self._take_event)
+        engine = services.engine.ready
+        self._items = Items(services.new_id, engine.tokenizer.token_bytes)
+        self._token_ms = engine.model_config.audio.token_ms
+        self._decoder = AudioDecoder(config.audio_format)
+        self._gate: _Gate | None = None
+        self._position = 0  # samples at 16 kHz that the client has appended
+        self._num_fed_samples = 0  # of those, what the engine was given
+        # One command at a time; the engine's events come in between.
+        self._lock = asyncio.Lock()
+        self._progress = asyncio.Event()
+        self._has_ended = False
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._stall_task: asyncio.Task[None] | None = None
+        self.last_activity_s = self._loop.time()
+
+    @property
+    def engine_session_id(self) -> int:
+        return self._engine_session.session_id
+
+    @property
+    def lag_s(self) -> float:
+        """Audio that the engine was given and hasn't taken up yet."""
+        return self._engine_session.num_buffered_samples / SAMPLE_RATE_HZ
+
+    @property
+    def is_waiting_for_text(self) -> bool:
+        return self._items.num_committed > 0 and not self._has_ended
+
+    async def append(self, data: bytes) -> float:
+        """Take audio. Waits while the engine has no room for more; returns its length in seconds.
+
+        Raises:
+            InvalidInput: it isn't finite; the part from there on was refused.
+            Overloaded: the engine made no progress while this waited; so was the rest.
+        """
+        async with self._lock:
+            if data:
+                self.last_activity_s = self._loop.time()
+            position = self._position
+            piece_bytes = self._decoder.bytes_per_second
+            for start in range(0, len(data), piece_bytes):
+                piece = data[start : start + piece_bytes]
+                try:
+                    await self._take_audio(self._decoder.push(piece))
+                except VoxliteError:
+                    self._decoder.skip(data[start + piece_bytes :])
+                    raise
+                if start + piece_bytes < len(data):
+                    await asyncio.sleep(0)  # a long append must not hold up the others
+            self._watch_for_stall()
+            return (self._position - position) / SAMPLE_RATE_HZ
+
+    async def append_samples(self, samples: Samples) -> None:
+        """Take audio that is decoded already. As `append`."""
+        async with self._lock:
+            self.last_activity_s = self._loop.time()
+            await self._take_audio(samples)
+
+    async def commit(self) -> None:
+        """End the utterance. Without audio since the last one, its text is empty."""
+        async with self._lock:
+            await self._take_audio(self._decoder.flush())
+            if self._gate is not None:
+                await self._feed(self._gate.held.start, self._gate.held.take_until(self._position))
+                self._gate.detector.close_turn()
+            self._commit_item()
+
+    async def finish(self) -> None:
+        """End the last utterance, if there is one, and wait for all text."""
+        await self.drain(is_forced=not self._items.has_been_committed)
+
+    async def drain(self, is_forced: bool = False) -> None:
+        """End the open utterance, if there is one, and wait for all text."""
+        if self._items.open is not None or is_forced:
+            await self.commit()
+        while self.is_waiting_for_text:
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def clear(self) -> None:
+        """Forget the audio that isn't committed."""
+        async with self._lock:
+            self._decoder.flush()
+            if self._gate is not None:
+                self._gate.held.take_until(self._position)
+                self._gate.detector.close_turn()
+            if self._items.open is not None:
+                # The engine's utterance ends too; what it still has to say is dropped.
+                self._items.clear()
+                self._engine_session.commit()
+            self._emit(Cleared())
+
+    async def configure(self, config: SessionConfig) -> None:
+        """Change the configuration. The delay and log probabilities hold from the next item on."""
+        async with self._lock:
+            if config.audio_format != self.config.audio_format:
+                await self._take_audio(self._decoder.flush())
+                self._decoder = AudioDecoder(config.audio_format)
+            if _options(config) != _options(self.config):
+                self._engine_session.configure(_options(config))
+            if config.turn_detection != self.config.turn_detection:
+                await self._replace_gate(config)
+            self.config = config
+
+    def close(self) -> None:
+        """End now; no event comes after this."""
+        self._has_ended = True
+        self._progress.set()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        self._engine_session.close()
+
+    async def _replace_gate(self, config: SessionConfig) -> None:
+        old, self._gate = self._gate, None
+        if old is not None:
+            await self._feed(old.held.start, old.held.take_until(self._position))
+        if config.turn_detection is not None:
+            is_speaking = self._items.open is not None
+            self._gate = _Gate(
+                TurnDetector(config.turn_detection, self._position, is_speaking),
+                self._services.voice_model.new_stream(),
+                HeldAudio(self._position),
+            )
+
+    async def _take_audio(self, samples: Samples) -> None:
+        if len(samples) == 0:
+            return
+        if self._gate is None:
+            await self._feed(self._position, samples)
+            self._position += len(samples)
+        else:
+            self._gate.held.push(samples)
+            self._position += len(samples)
+            await self._find_turns(self._gate, samples)
+
+    async def _find_turns(self, gate: _Gate, samples: Samples) -> None:
+        probabilities = await self._loop.run_in_executor(
+            self._services.voice_executor, gate.voice.push, samples
+        )
+        detector, held = gate.detector, gate.held
+        for probability in probabilities:
+            item = self._items.open
+            padding_ms = 0 if item is None else item.num_padding_tokens * self._token_ms
+            event = detector.push(probability, padding_ms)
+            if event is not None:
+                await self._take_turn_event(held, event)
+        if detector.is_speaking:
+            await self._feed(held.start, held.take_until(detector.position))
+        else:
+            held.take_until(detector.position - detector.prefix_samples)
+
+    async def _take_turn_event(self, held: HeldAudio, event: TurnEvent) -> None:
+        match event:
+            case Started(position):
+                held.take_until(position)
+                item = self._begin_item(held.start)
+                self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(held.start)))
+            case Stopped(position):
+                await self._feed(held.start, held.take_until(position))
+                self._end_turn(position)
+            case TimedOut(start, end):
+                item = self._begin_item(end)
+                self._emit(
+                    IdleTimeout(item_id=item.item_id, start_ms=_ms(start), end_ms=_ms(end))
+                )
+                self._commit_item()
+
+    def _end_turn(self, position: int) -> None:
+        item = self._items.open or self._begin_item(position)
+        self._emit(SpeechStopped(item_id=item.item_id, end_ms=_ms(position)))
+        self._commit_item()
+
+    def _watch_for_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        if self._gate is not None and self._gate.detector.is_speaking and not self._has_ended:
+            wait_s = self._gate.detector.max_silence_s + _STALL_S
+            self._stall_timer = self._loop.call_later(wait_s, self._start_ending_stalled_turn)
+
+    def _start_ending_stalled_turn(self) -> None:
+        self._stall_task = self._loop.create_task(self._end_stalled_turn(self._position))
+
+    async def _end_stalled_turn(self, position: int) -> None:
+        async with self._lock:
+            gate = self._gate
+            if gate is None or not gate.detector.is_speaking or self._position != position:
+                return
+            try:
+                await self._feed(gate.held.start, gate.held.take_until(position))
+                gate.detector.close_turn()
+                self._end_turn(position)
+            except VoxliteError as err:
+                logger.warning("session %d: turn not ended: %s", self.engine_session_id, err)
+
+    def _begin_item(self, position: int) -> Item:
+        clock_shift_s = (position - self._num_fed_samples) / SAMPLE_RATE_HZ
+        return self._items.begin(clock_shift_s, self.config)
+
+    def _commit_item(self) -> None:
+        if self._items.open is None:
+            self._begin_item(self._position)
+        self._engine_session.commit()
+        self._emit_all(self._items.commit())
+
+    async def _feed(self, position: int, samples: Samples) -> None:
+        """Give the engine samples of the open item, which begins here if there is none."""
+        if len(samples) == 0:
+            return
+        if self._items.open is None:
+            self._begin_item(position)
+        for start in range(0, len(samples), SAMPLE_RATE_HZ):
+            await self._feed_piece(samples[start : start + SAMPLE_RATE_HZ])
+
+    async def _feed_piece(self, samples: Samples) -> None:
+        while True:
+            self._progress.clear()
+            try:
+                self._engine_session.append(samples)
+            except Overloaded:
+                if not await self._wait_for_progress():
+                    raise
+            else:
+                self._num_fed_samples += len(samples)
+                return
+
+    async def _wait_for_progress(self) -> bool:
+        try:
+            async with asyncio.timeout(self._services.max_append_wait_s):
+                await self._progress.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take_event(self, event: Event) -> None:
+        """Take what the engine says, on the event loop."""
+        if self._has_ended:
+            return
+        match event:
+            case TextDelta():
+                self.last_activity_s = self._loop.time()
+                self._emit_all(self._items.take_delta(event))
+            case UtteranceDone():
+                self._emit_all(self._items.take_done(event))
+            case SessionEnded(error=error):
+                self._has_ended = True
+                if error is not None:
+                    self._emit_all(self._items.fail(fault_of(error), str(error)))
+                self._on_end(error)
+        self._progress.set()
+
+    def _emit_all(self, events: Iterable[SessionEvent]) -> None:
+        for event in events:
+            self._emit(event)
+
+
+def _options(config: SessionConfig) -> SessionOptions:
+    return SessionOptions(delay_ms=config.delay_ms, logprobs=config.has_logprobs)
+
+
+def _ms(position: int) -> int:
+    return position * 1000 // SAMPLE_RATE_HZ
