@@ -43,9 +43,10 @@ class AudioFile:
                 raise InvalidInput("no such file")
         try:
             self._file = _open(source)
-        except (soundfile.SoundFileError, OSError, TypeError) as err:
-            reason = str(err).removeprefix(f"Error opening {source!r}: ")
-            raise InvalidInput(f"not a readable audio file: {reason}") from err
+        except soundfile.LibsndfileError as err:
+            raise InvalidInput(f"not a readable audio file: {err.error_string}") from err
+        except (OSError, TypeError) as err:
+            raise InvalidInput(f"not a readable audio file: {err}") from err
         rate, frames = self._file.samplerate, self._file.frames
         self._resampler = Resampler(rate)
         # libsndfile reports a huge count for a stream whose header was never completed.
