@@ -45,6 +45,9 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+# Below this, handing a layer to a second core costs more than it saves, and far more (20 x seen)
+# where that core is busy with something else.
+_SMALL_MODEL_BYTES = 64 * 2**20
 _Message = tuple[int, Command | ActiveSession]
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -105,6 +108,8 @@ class Engine:
         self._log_mel = LogMel(self.model_config.audio)
         self._runner = ModelRunner(folder, self.model_config, dtype=dtype, device=device)
         self._kv_cache = self._make_kv_cache()
+        if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
+            torch.set_num_threads(1)
         self._scheduler = Scheduler(
             config.max_encode_tokens, max(config.max_encode_tokens, config.max_num_seqs)
         )

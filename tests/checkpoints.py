@@ -6,6 +6,7 @@ that is not flat, and greedy output that follows the audio and mixes text with p
 end ids.
 """
 
+import argparse
 import json
 import shutil
 from dataclasses import dataclass
@@ -74,6 +75,21 @@ class DecoderShape:
     window: int = 20
 
 
+FULL_SIZE_ENCODER = EncoderShape(
+    dim=1280, num_layers=32, num_heads=32, head_dim=64, hidden_dim=5120, window=750
+)
+FULL_SIZE_DECODER = DecoderShape(
+    dim=3072,
+    num_layers=26,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_dim=9216,
+    vocab_size=131_072,
+    window=8192,
+)
+
+
 def write_checkpoint(
     folder: Path,
     *,
@@ -100,8 +116,7 @@ def write_checkpoint(
     params = mistral_params(decoder, encoder) | overrides
     (folder / "params.json").write_text(json.dumps(params, indent=1))
     (folder / "tekken.json").write_text(json.dumps(tekken(decoder.vocab_size, delay_ms)))
-    weights = {k: torch.from_numpy(v).to(dtype) for k, v in tensors(decoder, encoder, seed).items()}
-    save_file(weights, folder / "consolidated.safetensors")
+    save_file(tensors(decoder, encoder, seed, dtype), folder / "consolidated.safetensors")
     return folder
 
 
@@ -160,29 +175,38 @@ def mistral_params(decoder: DecoderShape, encoder: EncoderShape) -> dict[str, An
     }
 
 
-def tensors(decoder: DecoderShape, encoder: EncoderShape, seed: int) -> dict[str, np.ndarray]:
-    """Return every tensor of consolidated.safetensors, by its published name, in float32."""
+def tensors(
+    decoder: DecoderShape, encoder: EncoderShape, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Return every tensor of consolidated.safetensors, by its published name."""
     rng = np.random.default_rng(seed)
     shapes = _encoder_shapes(encoder) | _adapter_shapes(decoder, encoder) | _decoder_shapes(decoder)
-    out = {name: _random_tensor(rng, name, shape) for name, shape in shapes.items()}
-    out["norm.weight"] *= FINAL_NORM_MEAN
-    gains = np.ones(decoder.vocab_size)
-    gains[:NUM_SPECIAL_IDS] = SPECIAL_EMBEDDING_GAIN
-    for token_id, gain in EMBEDDING_GAINS.items():
-        gains[token_id] = gain
-    out[EMBEDDING + "tok_embeddings.weight"] *= gains[:, None]
-    return {name: tensor.astype(np.float32) for name, tensor in out.items()}
+    # One at a time to the final dtype: at the published model's size there is no room for all in
+    # float64.
+    return {
+        name: torch.from_numpy(_random_tensor(rng, name, shape).astype(np.float32)).to(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     values = rng.standard_normal(shape)
     if name.endswith("bias"):
-        return BIAS_STD * values
-    if len(shape) == 1:
-        return 1 + NORM_STD * values
-    if "tok_embeddings" in name:
-        return EMBEDDING_STD * values
-    return values * LINEAR_GAIN / np.prod(shape[1:]) ** 0.5
+        values *= BIAS_STD
+    elif len(shape) == 1:
+        values *= NORM_STD
+        values += 1
+    elif "tok_embeddings" in name:
+        values *= EMBEDDING_STD
+        values[:NUM_SPECIAL_IDS] *= SPECIAL_EMBEDDING_GAIN
+        for token_id, gain in EMBEDDING_GAINS.items():
+            values[token_id] *= gain / SPECIAL_EMBEDDING_GAIN
+    else:
+        values *= LINEAR_GAIN
+        values /= np.prod(shape[1:]) ** 0.5
+    if name == "norm.weight":
+        values *= FINAL_NORM_MEAN
+    return values
 
 
 def _encoder_shapes(encoder: EncoderShape) -> dict[str, tuple[int, ...]]:
@@ -397,3 +421,19 @@ def split_halves(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """
     pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, pair, member, ...)
     return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def main() -> None:
+    """Write a random checkpoint of the published model's size, in bfloat16: 8.9 GB."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    write_checkpoint(
+        parser.parse_args().folder,
+        decoder=FULL_SIZE_DECODER,
+        encoder=FULL_SIZE_ENCODER,
+        dtype=torch.bfloat16,
+    )
+
+
+if __name__ == "__main__":
+    main()
