@@ -1,8 +1,8 @@
 """A clip bank: many short recordings with word times in two flat files, cheap to sample from.
 
 `NAME.pcm` holds the samples of all clips one after the other (int16, 16 kHz, mono); `NAME.jsonl`
-holds one object a clip: where it lies in the samples, who speaks, what kind of speech it is, whether
-it may train, and its words with times. The bank knows nothing of augmentation or targets.
+holds one object a clip: where it lies in the samples, who speaks, what kind of speech it is,
+whether it may train, and its words with times. The bank knows nothing of augmentation or targets.
 """
 
 import json
@@ -34,8 +34,8 @@ class Word:
 class Clip:
     """One recording of a bank: its place in the samples and what is said in it.
 
-    `kind` groups clips that are drawn and evaluated alike ("digit", "order", "sentence", ...), `voice`
-    names who or what speaks, and `split` is "train" or "valid".
+    `kind` groups clips that are drawn and evaluated alike ("digit", "order", "sentence", ...),
+    `voice` names who or what speaks, and `split` is "train" or "valid".
     """
 
     first_sample: int

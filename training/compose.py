@@ -1,8 +1,9 @@
 """Compose training utterances: clips of any bank strung together, each voice changed at random.
 
-An utterance has a fixed length. It is filled from the left with segments (a string of single digits,
-an order, a sentence, a sound with nothing to say) and the gaps between them; then room, microphone,
-noise and level are drawn for the whole of it. Word times are carried through every change.
+An utterance has a fixed length. It is filled from the left with segments (a string of single
+digits, an order, a sentence, a sound with nothing to say) and the gaps between them; then room,
+microphone, noise and level are drawn for the whole of it. Word times are carried through every
+change.
 """
 
 from collections import defaultdict
@@ -77,7 +78,9 @@ class Composer:
                 if clip.kind == "order" and clip.words[0].start_s > 1.0:
                     end = int((clip.words[0].start_s - 0.2) * SAMPLE_RATE)
                     self._room_noise.append(bank.samples(clip)[:end])
-        kinds = [kind for kind in SEGMENT_WEIGHTS if kind in ("digit", "sound") or self._clips[kind]]
+        kinds = [
+            kind for kind in SEGMENT_WEIGHTS if kind in ("digit", "sound") or self._clips[kind]
+        ]
         weights = np.array([SEGMENT_WEIGHTS[kind] for kind in kinds])
         self._kinds, self._kind_weights = kinds, weights / weights.sum()
         voices = list(self._single_words)
@@ -185,7 +188,8 @@ class Composer:
         before = rng.uniform(0.0, 0.5) if first == 0 else 0.0
         after = rng.uniform(0.05, 0.5) if last == len(words) - 1 else 0.0
         start = max(0, int((words[first].start_s - before) * SAMPLE_RATE))
-        end = max(start + int(MIN_SPAN_S * SAMPLE_RATE), int((words[last].end_s + after) * SAMPLE_RATE))
+        end = int((words[last].end_s + after) * SAMPLE_RATE)
+        end = max(end, start + int(MIN_SPAN_S * SAMPLE_RATE))
         return samples[start:end], _moved(words[first : last + 1], -start / SAMPLE_RATE, 1.0)
 
     def _voiced(self, samples: Samples, words: Sequence[Word]) -> Segment:
@@ -211,7 +215,8 @@ class Composer:
         rng = self._rng
         make = SOUNDS[rng.integers(len(SOUNDS))]
         samples = make(int(rng.uniform(0.3, 4.0) * SAMPLE_RATE), rng)
-        return Segment(samples=samples * np.float32(SPEECH_RMS * np.exp(rng.normal(-1, 1))), words=())
+        level = np.float32(SPEECH_RMS * np.exp(rng.normal(-1, 1)))
+        return Segment(samples=samples * level, words=())
 
     def _gap(self, longest_s: float) -> Segment:
         return self._silence(self._rng.uniform(0, longest_s))

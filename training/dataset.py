@@ -61,7 +61,7 @@ class UtteranceStream(IterableDataset[Batch]):
         dictionary: Path,
         tokens_per_batch: int,
         utterance_tokens: tuple[int, int],
-        seed: int,
+        seed: tuple[int, ...],
     ) -> None:
         """Args:
         tokens_per_batch: about how many positions a batch holds.
@@ -78,7 +78,7 @@ class UtteranceStream(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
-        rng = np.random.default_rng((self._seed, worker.id if worker else 0))
+        rng = np.random.default_rng((*self._seed, worker.id if worker else 0))
         banks = [ClipBank.open(self._bank_directory, name) for name in self._bank_names]
         composer = Composer(self._audio, banks, rng)
         self._tokenizer = Tekkenizer.from_file(self._tekken)
@@ -96,9 +96,7 @@ class UtteranceStream(IterableDataset[Batch]):
             delay = self._draw_delay(rng)
             utterance = composer.draw(num_tokens, delay)
             targets = np.array(
-                target_ids(
-                    self._audio, utterance.words, delay, num_tokens, self._encode_word
-                )
+                target_ids(self._audio, utterance.words, delay, num_tokens, self._encode_word)
             )
             inputs = targets.copy()
             corrupted = (inputs >= NUM_SPECIAL_TOKENS) & (rng.random(num_tokens) < CORRUPTED_SHARE)

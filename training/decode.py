@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from torch import Tensor
-from transformers import DynamicCache, VoxtralRealtimeConfig, VoxtralRealtimeForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    VoxtralRealtimeConfig,
+    VoxtralRealtimeForConditionalGeneration,
+)
 
 from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, cdiv
 from training.clip_bank import Samples

@@ -13,10 +13,12 @@ from pathlib import Path
 import jiwer
 import torch
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from torch import Tensor
+from transformers import VoxtralRealtimeConfig
 
 from engine.config import AudioConfig
 from training.decode import Transcriber, gained, load_for_decoding
-from training.model import ModelShape
+from training.model import load_checkpoint
 from training.prepare_data import load_audio
 
 
@@ -59,15 +61,30 @@ def score(rows: list[dict[str, str]], texts: list[str]) -> dict[str, Score]:
 
 def load_transcriber(checkpoint: Path, tekken: Path) -> Transcriber:
     """Return a transcriber for a checkpoint that training wrote."""
-    state = torch.load(checkpoint, map_location="cpu")
-    prefix = "voxtral."
-    weights = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state["model"].items()
-        if name.startswith(prefix)
-    }
-    model = load_for_decoding(ModelShape(**state["shape"]).config(), weights)
+    model = load_for_decoding(*load_checkpoint(checkpoint))
     return Transcriber(model, Tekkenizer.from_file(tekken), AudioConfig())
+
+
+class QuickEvaluation:
+    """Scores a model on the first clips of each set, often enough to draw a curve."""
+
+    def __init__(self, manifest: Path, tekken: Path, clips_per_set: int) -> None:
+        by_set: dict[str, list[dict[str, str]]] = defaultdict(list)
+        for row in read_manifest(manifest):
+            by_set[row["set"]].append(row)
+        self._rows = [row for rows in by_set.values() for row in rows[:clips_per_set]]
+        self._clips = [load_audio(Path(row["audio"])) for row in self._rows]
+        self._tokenizer = Tekkenizer.from_file(tekken)
+
+    def __call__(
+        self, config: VoxtralRealtimeConfig, weights: dict[str, Tensor]
+    ) -> dict[str, float]:
+        """Return the word error rate of each set at the default delay."""
+        audio = AudioConfig()
+        transcriber = Transcriber(load_for_decoding(config, weights), self._tokenizer, audio)
+        transcripts = transcriber.transcribe(self._clips, audio.default_delay_ms)
+        scores = score(self._rows, [transcript.text for transcript in transcripts])
+        return {name: value.word_error_rate for name, value in scores.items()}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ the window (`windowed_attention`), and every utterance of a batch has a delay of
 """
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,22 @@ class ModelShape:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, for a checkpoint."""
         return asdict(self)
+
+
+def load_checkpoint(path: Path) -> tuple[VoxtralRealtimeConfig, dict[str, Tensor]]:
+    """Return the configuration and weights in a training checkpoint, without the helper heads."""
+    state = torch.load(path, map_location="cpu")
+    return ModelShape(**state["shape"]).config(), voxtral_weights(state["model"])
+
+
+def voxtral_weights(training_model: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the model itself from those of a `TrainingModel`."""
+    prefix = "voxtral."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in training_model.items()
+        if name.startswith(prefix)
+    }
 
 
 def windowed_attention(

@@ -1,7 +1,7 @@
 """Muon: momentum whose update is made orthogonal, for the matrices inside the layers.
 
-Small transformers learn in fewer steps with it than with Adam. Matrices of one shape are stacked and
-made orthogonal together: on a CPU a few large products are far quicker than many small ones.
+Small transformers learn in fewer steps with it than with Adam. Matrices of one shape are stacked
+and made orthogonal together: on a CPU a few large products are far quicker than many small ones.
 """
 
 from collections import defaultdict
@@ -45,9 +45,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        )
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

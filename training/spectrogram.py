@@ -37,8 +37,8 @@ def mel_filters(audio: AudioConfig, warp: float = 1.0) -> Spectrogram:
 
     Args:
         audio: sizes of the spectrogram.
-        warp: what lies at f is heard as f * warp (up to the knee); above 1 the speaker's vocal tract
-            seems shorter.
+        warp: what lies at f is heard as f * warp (up to the knee); above 1 the speaker's vocal
+            tract seems shorter.
     """
     nyquist = audio.sampling_rate_hz / 2
     num_bins = audio.window_samples // 2 + 1

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
+import soxr
 from tqdm import tqdm
 
 from training.align import WordAligner
@@ -97,7 +98,7 @@ class Espeak(Synthesizer):
 
 
 class Festival(Synthesizer):
-    """Festival's diphone and HMM voices; one process speaks a whole batch, since it starts slowly."""
+    """Festival's diphone and HMM voices; it starts slowly, so one process speaks a batch."""
 
     VOICES = ("cmu_us_slt_arctic_hts", "cmu_us_slt_arctic_hts", "kal_diphone", "ked_diphone")
 
@@ -111,9 +112,7 @@ class Festival(Synthesizer):
             script += [
                 f"(voice_{voice})",
                 f"(Parameter.set 'Duration_Stretch {rng.uniform(0.8, 1.35):.2f})",
-                f'(set! utt (SynthText "{phrase}"))'
-                if False
-                else f'(set! utt (utt.synth (Utterance Text "{phrase}")))',
+                f'(set! utt (utt.synth (Utterance Text "{phrase}")))',
                 f'(utt.save.wave utt "{scratch / f"{index}.wav"}" \'riff)',
             ]
         (scratch / "batch.scm").write_text("\n".join(script))
@@ -142,7 +141,7 @@ class Piper(Synthesizer):
         from piper import SynthesisConfig
 
         spoken = []
-        for index, phrase in enumerate(phrases):
+        for phrase in phrases:
             config = SynthesisConfig(
                 length_scale=rng.uniform(0.8, 1.4),
                 noise_scale=rng.uniform(0.4, 1.0),
@@ -150,12 +149,8 @@ class Piper(Synthesizer):
             )
             chunks = list(self._voice.synthesize(phrase, config))
             samples = np.concatenate([chunk.audio_float_array for chunk in chunks])
-            rate = chunks[0].sample_rate
-            wav = scratch / f"{index}.wav"
-            import soundfile
-
-            soundfile.write(wav, samples, rate)
-            spoken.append((self._name, load_audio(wav)))
+            speech = soxr.resample(samples, chunks[0].sample_rate, SAMPLE_RATE)
+            spoken.append((self._name, speech.astype(np.float32)))
         return spoken
 
 
@@ -164,9 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the recordings")
     parser.add_argument("--out", type=Path, required=True, help="working folder for the banks")
-    parser.add_argument(
-        "--engine", choices=("flite", "espeak", "festival", "piper"), required=True
-    )
+    parser.add_argument("--engine", choices=("flite", "espeak", "festival", "piper"), required=True)
     parser.add_argument("--piper-voice", type=Path, help="voice file for the engine piper")
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -222,9 +215,7 @@ def main() -> None:
                     continue
                 num_kept += 1
                 split = "valid" if rng.random() < VALIDATION_SHARE else "train"
-                bank.add(
-                    samples, kind=f"synthetic-{kind}", voice=voice, split=split, words=words
-                )
+                bank.add(samples, kind=f"synthetic-{kind}", voice=voice, split=split, words=words)
                 seconds_left -= len(samples) / SAMPLE_RATE
                 progress.update(round(len(samples) / SAMPLE_RATE))
     print(f"{args.engine}: kept {num_kept} of {num_spoken} utterances")

@@ -1,11 +1,14 @@
 """Train a Voxtral-Realtime model on composed utterances.
 
-    python -m training.train --work WORK_DIR --steps 3000
+    torchrun --nproc-per-node 2 -m training.train --work WORK_DIR --steps 3000
+
+On a CPU, start one process a core: each works through its own share of every batch on one thread,
+and gradients are averaged once a step, which loses less time to waiting than many threads do.
 
 The working folder holds the clip banks (`banks/`), `tekken.json`, and what training writes to
-`run/`: `last.pt` (everything needed to go on), `metrics.jsonl` (one line a report). A killed run
-goes on from `last.pt` when the same command is given again; other options may then differ, so a run
-can be made longer or given other data on the way.
+`run/`: `last.pt` (everything needed to go on) and `metrics.jsonl` (losses and word error rates). A
+killed run goes on from `last.pt` when the same command is given again; other options may then
+differ, so a run can be made longer or given other data on the way.
 
 The learning rate rises for `--warmup` steps, stays, and falls to zero over the last `--cooldown`
 share of the steps.
@@ -13,12 +16,13 @@ share of the steps.
 
 import argparse
 import json
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -26,8 +30,9 @@ from tqdm import tqdm
 from engine.config import AudioConfig
 from training.align import pronunciation_dictionary
 from training.dataset import IGNORED, NUM_SPECIAL_TOKENS, Batch, UtteranceStream, batches
+from training.evaluate import QuickEvaluation
 from training.lexicon import Lexicon
-from training.model import ModelShape, TrainingModel
+from training.model import ModelShape, TrainingModel, voxtral_weights
 from training.muon import Muon
 
 TEXT_WEIGHT = 3.0
@@ -51,7 +56,9 @@ def losses(model: TrainingModel, batch: Batch, audio: AudioConfig) -> dict[str, 
     is_generated = positions >= prompt[:, None]
     weights = 1.0 + (TEXT_WEIGHT - 1.0) * (targets >= NUM_SPECIAL_TOKENS)
     weights = weights * is_generated
-    each = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none"
+    )
     return {
         "token": (each * weights.flatten()).sum() / weights.sum(),
         "word": F.cross_entropy(word_logits.flatten(0, 1).float(), batch.word_labels.flatten()),
@@ -61,131 +68,183 @@ def losses(model: TrainingModel, batch: Batch, audio: AudioConfig) -> dict[str, 
     }
 
 
-def optimizers(
-    model: nn.Module, learning_rate: float, weight_decay: float
-) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers, AdamW for everything else."""
-    matrices, others = [], []
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.ndim == 2 and "embed" not in name and "head" not in name
-        (matrices if is_matrix else others).append(parameter)
-    return [
-        Muon(matrices, lr=learning_rate, weight_decay=weight_decay),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate at `step`: it rises, stays, and falls to zero."""
+    rising = (step + 1) / args.warmup
+    falling = (args.steps - step) / max(1.0, args.cooldown * args.steps)
+    return float(args.learning_rate) * max(0.0, min(1.0, rising, falling))
 
 
-def learning_rate_factor(step: int, num_steps: int, warmup: int, cooldown: float) -> float:
-    """Return the share of the learning rate in force at `step`."""
-    rising = (step + 1) / warmup
-    falling = (num_steps - step) / max(1.0, cooldown * num_steps)
-    return max(0.0, min(1.0, rising, falling))
+class Trainer:
+    """A model with its optimizers and how far they have come; saved and loaded as one."""
 
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        num_sounds: int,
+        device: torch.device,
+        weight_decay: float,
+        helper_weight: float,
+    ) -> None:
+        """Args:
+        helper_weight: of the helper losses, relative to the loss of the tokens.
+        """
+        self.shape = shape
+        self.step = 0
+        self._audio = AudioConfig()
+        self._device = device
+        self._helper_weight = helper_weight
+        num_words = shape.vocab_size - NUM_SPECIAL_TOKENS + 1
+        self.model = TrainingModel(shape.config(), num_sounds, num_words).to(device)
+        matrices, others = [], []
+        for name, parameter in self.model.named_parameters():
+            is_inner = parameter.ndim == 2 and "embed" not in name and "head" not in name
+            (matrices if is_inner else others).append(parameter)
+        self._optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices, lr=0.0, weight_decay=weight_decay),
+            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
 
-def save(path: Path, **state: Any) -> None:
-    """Write a checkpoint so that a kill at any moment leaves the old or the new one, whole."""
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+    def update(self, batch: Batch, learning_rate: float) -> dict[str, float]:
+        """Learn from one batch; return the losses and the gradient's norm."""
+        with torch.autocast(self._device.type, torch.bfloat16):
+            parts = losses(self.model, batch.to(self._device), self._audio)
+        helpers = parts["word"] + parts["sound"]
+        (parts["token"] + self._helper_weight * helpers).backward()
+        if dist.is_initialized():
+            self._average_gradients()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return {name: part.item() for name, part in parts.items()} | {"gradient_norm": norm.item()}
+
+    def _average_gradients(self) -> None:
+        """Replace every gradient by its mean over the processes, in one exchange."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        shares = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, share in zip(gradients, shares, strict=True):
+            gradient.copy_(share.view_as(gradient))
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; a kill at any moment leaves the old or the new one, whole."""
+        partial = path.with_suffix(".partial")
+        state = {
+            "step": self.step,
+            "shape": self.shape.as_dict(),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint of the same shape.
+
+        Raises:
+            ValueError: the checkpoint has another shape.
+        """
+        state = torch.load(path, map_location=self._device)
+        if state["shape"] != self.shape.as_dict():
+            raise ValueError(f"{path} holds a model of shape {state['shape']}, not {self.shape}")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
 
 
 def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="working folder")
-    parser.add_argument("--run", default="run", help="name of the run's folder in it")
+    parser.add_argument("--name", default="run", help="name of the run's folder in it")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--cooldown", type=float, default=0.25)
+    parser.add_argument("--warmup", type=int, default=60)
+    parser.add_argument("--cooldown", type=float, default=0.3)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--helper-weight", type=float, default=0.5)
     parser.add_argument("--tokens-per-batch", type=int, default=1800)
-    parser.add_argument("--utterance-tokens", type=int, nargs=2, default=(120, 290))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--utterance-tokens", type=int, nargs=2, default=(150, 310))
+    parser.add_argument("--manifest", type=Path, help="held-out clips for the word error curves")
+    parser.add_argument("--evaluate-every", type=int, default=200, help="steps")
+    parser.add_argument("--clips-per-set", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    num_processes = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run: Path = args.work / args.run
+    run: Path = args.work / args.name
     run.mkdir(parents=True, exist_ok=True)
-    audio = AudioConfig()
-    shape = ModelShape()
-    num_sounds = Lexicon(pronunciation_dictionary()).num_sounds
-    num_words = shape.vocab_size - NUM_SPECIAL_TOKENS + 1
-    model = TrainingModel(shape.config(), num_sounds, num_words).to(device)
-    optimizers_ = optimizers(model, args.learning_rate, args.weight_decay)
-
-    step = 0
+    trainer = Trainer(
+        ModelShape(),
+        num_sounds=Lexicon(pronunciation_dictionary()).num_sounds,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        weight_decay=args.weight_decay,
+        helper_weight=args.helper_weight,
+    )
     last = run / "last.pt"
     if last.exists():
-        state = torch.load(last, map_location=device)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers_, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step = state["step"]
-
+        trainer.load(last)
+    tekken = args.work / "tekken.json"
     stream = UtteranceStream(
-        audio=audio,
+        audio=AudioConfig(),
         bank_directory=args.work / "banks",
         bank_names=sorted(path.stem for path in (args.work / "banks").glob("*.pcm")),
-        tekken=args.work / "tekken.json",
+        tekken=tekken,
         dictionary=pronunciation_dictionary(),
-        tokens_per_batch=args.tokens_per_batch,
+        tokens_per_batch=args.tokens_per_batch // num_processes,
         utterance_tokens=tuple(args.utterance_tokens),
         # After a resume the stream must not repeat what was already seen.
-        seed=args.seed + step,
+        seed=(args.seed, rank, trainer.step),
+    )
+    if rank > 0:
+        for batch in batches(stream, num_workers=1):
+            if trainer.step >= args.steps:
+                return
+            trainer.update(batch, learning_rate(trainer.step, args))
+    quick_evaluation = (
+        QuickEvaluation(args.manifest, tekken, args.clips_per_set) if args.manifest else None
     )
 
-    def checkpoint() -> None:
-        save(
-            last,
-            step=step,
-            shape=shape.as_dict(),
-            model=model.state_dict(),
-            optimizers=[optimizer.state_dict() for optimizer in optimizers_],
-        )
-
     sums: dict[str, float] = defaultdict(float)
-    saved_at = reported_at = time.monotonic()
+    saved_at = time.monotonic()
     with (
         (run / "metrics.jsonl").open("a", buffering=1) as metrics,
-        tqdm(total=args.steps, initial=step, desc="train", mininterval=5) as progress,
+        tqdm(total=args.steps, initial=trainer.step, desc="train", mininterval=5) as progress,
     ):
         for batch in batches(stream, num_workers=1):
-            if step >= args.steps:
+            if trainer.step >= args.steps:
                 break
-            factor = learning_rate_factor(step, args.steps, args.warmup, args.cooldown)
-            for optimizer in optimizers_:
-                for group in optimizer.param_groups:
-                    group["lr"] = args.learning_rate * factor
-            with torch.autocast(device.type, torch.bfloat16):
-                parts = losses(model, batch.to(device), audio)
-            helpers = parts["word"] + parts["sound"]
-            (parts["token"] + args.helper_weight * helpers).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
-            for optimizer in optimizers_:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
+            rate = learning_rate(trainer.step, args)
+            for name, value in trainer.update(batch, rate).items():
+                sums[name] += value / REPORT_EVERY
             progress.update()
-            for name, value in parts.items():
-                sums[name] += value.item() / REPORT_EVERY
-            sums["gradient_norm"] += norm.item() / REPORT_EVERY
-            if step % REPORT_EVERY == 0:
-                now = time.monotonic()
-                seconds = (now - reported_at) / REPORT_EVERY
-                row = {"step": step, "lr": args.learning_rate * factor, "step_s": seconds, **sums}
+            if trainer.step % REPORT_EVERY == 0:
+                row = {"step": trainer.step, "time": time.time(), "learning_rate": rate, **sums}
                 metrics.write(json.dumps(row) + "\n")
                 progress.set_postfix(token=f"{sums['token']:.3f}", sound=f"{sums['sound']:.2f}")
                 sums.clear()
-                reported_at = now
+            if quick_evaluation and trainer.step % args.evaluate_every == 0:
+                weights = voxtral_weights(trainer.model.state_dict())
+                rates = quick_evaluation(trainer.shape.config(), weights)
+                metrics.write(json.dumps({"step": trainer.step, "word_error_rate": rates}) + "\n")
             if time.monotonic() - saved_at > SAVE_EVERY_S:
-                checkpoint()
+                trainer.save(last)
                 saved_at = time.monotonic()
-    checkpoint()
+    trainer.save(last)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Train the bundled model from nothing: data, speech, vocabulary, training, evaluation, export.
+
+    python -m training.retrain --data DATA_DIR --work WORK_DIR --out models/demo
+
+A step whose result is already there is not done again, and training goes on from its last
+checkpoint; so the same command also resumes a run that was killed.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+# Hours of synthetic speech by engine. All but piper are Debian packages of the same name.
+SYNTHETIC_HOURS = {"flite": 1.5, "espeak": 1.2, "festival": 0.8}
+PIPER_HOURS = 1.0
+
+
+def run(module: str, *options: str | Path) -> None:
+    """Run one of this package's commands; its failure ends everything."""
+    print(f"== training.{module}", flush=True)
+    command = [sys.executable, "-m", f"training.{module}", *map(str, options)]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    """Parse the command line and run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the recordings")
+    parser.add_argument("--work", type=Path, required=True, help="working folder, 2 GB")
+    parser.add_argument("--out", type=Path, required=True, help="where to export the model")
+    parser.add_argument("--piper-voice", type=Path, help="a Piper voice file (.onnx) to use too")
+    parser.add_argument("--steps", type=int, default=3000)
+    args = parser.parse_args()
+
+    banks, tekken = args.work / "banks", args.work / "tekken.json"
+    evaluation = args.work / "evaluation"
+    checkpoint = args.work / "run" / "last.pt"
+    # A marker after each bank: an index without one is half a bank.
+    done = args.work / "done"
+    done.mkdir(parents=True, exist_ok=True)
+
+    def once(name: str, module: str, *options: str | Path) -> None:
+        if not (done / name).exists():
+            run(module, *options)
+            (done / name).touch()
+
+    once("real", "prepare_data", "--data", args.data, "--out", banks)
+    synthesis = [(name, hours, []) for name, hours in SYNTHETIC_HOURS.items()]
+    if args.piper_voice:
+        synthesis.append(("piper", PIPER_HOURS, ["--piper-voice", args.piper_voice]))
+    for engine, hours, options in synthesis:
+        where = ("--data", args.data, "--out", banks)
+        once(engine, "synthesize", *where, "--engine", engine, "--hours", str(hours), *options)
+    once("vocabulary", "vocabulary", "--banks", banks, "--out", tekken)
+    once("manifests", "manifests", "--banks", banks, "--out", evaluation)
+    manifest = evaluation / "all.jsonl"
+    run("train", "--work", args.work, "--steps", str(args.steps), "--manifest", manifest)
+    run("plot", args.work / "run" / "metrics.jsonl", args.out / "training.png")
+    run("export", checkpoint, args.out, "--tekken", tekken)
+    delays = ("240", "480", "960", "2400")
+    where = ("--checkpoint", checkpoint, "--tekken", tekken)
+    run("evaluate", *where, "--manifest", manifest, "--delay-ms", *delays)
+    run("evaluate", *where, "--manifest", evaluation / "robustness.jsonl")
+
+
+if __name__ == "__main__":
+    main()
