@@ -47,9 +47,12 @@ Model = Annotated[
 ]
 
 
-@app.callback()
-def voxlite() -> None:
-    """Keep `voxlite` a command with subcommands even while it has only one."""
+DelayMs = Annotated[
+    int | None,
+    typer.Option(help="80 to 1200 in steps of 80, or 2400.", show_default="the model's, 480"),
+]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="auto is the checkpoint's own.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto is CUDA where there is one.")]
 
 
 @app.command()
@@ -58,12 +61,9 @@ def transcribe(
         list[str], typer.Argument(help="Audio files; - is raw PCM16, mono, 16 kHz on stdin.")
     ],
     model: Model = None,
-    delay_ms: Annotated[
-        int | None,
-        typer.Option(help="80 to 1200 in steps of 80, or 2400.", show_default="the model's, 480"),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto is the checkpoint's own.")] = Dtype.auto,
-    device: Annotated[Device, typer.Option(help="auto is CUDA where there is one.")] = Device.auto,
+    delay_ms: DelayMs = None,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
     format: Annotated[Format, typer.Option(help="What to write.")] = Format.text,
     output: Annotated[
         Path | None, typer.Option(help="A file, or a folder to get one file for each input.")
@@ -89,6 +89,60 @@ def transcribe(
         )
     if num_failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def evaluate(
+    manifest: Annotated[
+        Path, typer.Argument(help='JSON lines: {"audio": path, "text": ..., "set": ...}.')
+    ],
+    model: Model = None,
+    delay_ms: DelayMs = None,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    max_num_seqs: Annotated[int, typer.Option(help="Clips transcribed at once.")] = 8,
+    show_errors: Annotated[
+        bool, typer.Option(help="Print each clip that isn't right, with both texts.")
+    ] = False,
+) -> None:
+    """Measure the word error rate of a manifest, per set, through the streaming engine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from engine import Engine, EngineConfig, SessionOptions
+    from server.bundled import bundled_model
+    from server.evaluate import normalize, read_manifest, score_sets, transcripts
+
+    clips = read_manifest(manifest)
+    config = EngineConfig(
+        model=model or str(bundled_model()),
+        dtype=dtype.value,
+        device=device.value,
+        max_num_seqs=max_num_seqs,
+        default_delay_ms=delay_ms,
+    )
+    with Engine(config) as engine:
+        texts = list(transcripts(engine, clips, SessionOptions()))
+        title = f"delay {engine.default_delay_ms} ms"
+    if show_errors:
+        for clip, text in zip(clips, texts, strict=True):
+            if normalize(clip.text) != normalize(text):
+                print(f"{clip.audio}\n  said:  {normalize(clip.text)}\n  heard: {normalize(text)}")
+    table = Table("set", title=title)
+    for column in ("clips", "words", "substituted", "deleted", "inserted", "word error rate"):
+        table.add_column(column, justify="right")
+    for score in score_sets(clips, texts):
+        rate = score.word_error_rate
+        table.add_row(
+            score.set_name,
+            str(score.num_clips),
+            str(score.num_words),
+            str(score.num_substitutions),
+            str(score.num_deletions),
+            str(score.num_insertions),
+            "-" if rate is None else f"{100 * rate:.2f} %",
+        )
+    Console().print(table)
 
 
 def configure_logging(level: int) -> None:

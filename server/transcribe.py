@@ -198,7 +198,7 @@ def transcribe_files(
     with (
         _Writer(output, output_format, files) as out,
         ThreadPoolExecutor(engine.max_sessions) as workers,
-        _cancelling(jobs),
+        cancelling(jobs),
     ):
         for job in jobs:
             workers.submit(job.feed)
@@ -220,7 +220,7 @@ def transcribe_files(
 
 
 @contextmanager
-def _cancelling(jobs: Sequence[FileJob]) -> Iterator[None]:
+def cancelling(jobs: Sequence[FileJob]) -> Iterator[None]:
     """Cancel what is left of the jobs when the block is left early, as by an interrupt."""
     try:
         yield
