@@ -173,3 +173,17 @@ def test_windows_blocks_and_chunks_of_any_size_give_the_oracles_ids(
     small = Case(folder, block_size, max_encode_tokens)
     clip = speechlike(1.6, seed=2)
     assert transcribe(small.engine, [clip]).ids() == small.expected(clip).ids
+
+
+def test_odd_chunks_leave_nothing_behind(case: Case) -> None:
+    """FAULTS 27: a clip after 200 sessions of odd chunk sizes is as it was at first."""
+    for size in range(1, 400, 2):
+        session, _ = open_session(case.engine)
+        for chunk in cut(CLIP[:3000], [size] * 4):
+            session.append(chunk)
+        engine_steps = size % 3
+        for _ in range(engine_steps):
+            case.engine.step()
+        session.close()
+        run_until_idle(case.engine)
+    assert transcribe(case.engine, [CLIP]).ids() == case.expected(CLIP).ids

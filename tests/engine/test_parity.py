@@ -173,3 +173,19 @@ def test_audio_before_layers_times_window_changes_no_adapter_output(dense: Dense
     assert differences[10 + reach_tokens // 2] > 0
     assert differences[10 + reach_tokens :].max() == 0
     assert differences[:10].max() == 0
+
+
+@torch.inference_mode()
+def test_layers_change_nothing_that_they_share(dense: Dense) -> None:
+    """FAULTS 22: slots, rotations and masks are the same after every layer and call."""
+    config = dense.encoder.config
+    x, _ = dense.encoder.conv_stem([dense.mel.flatten(0, 1)], [dense.encoder.initial_conv_state()])
+    batch, caches = whole(config, len(x))
+    [segment] = batch.segments
+    assert segment.mask is not None
+    shared = [batch.slot_mapping, batch.rotations, segment.mask]
+    before = [tensor.clone() for tensor in shared]
+    first = dense.encoder.transformer(x, batch, caches)
+    second = dense.encoder.transformer(x, batch, caches)
+    assert all(torch.equal(a, b) for a, b in zip(shared, before, strict=True))
+    assert torch.equal(first, second)
