@@ -44,9 +44,12 @@ class Tokenizer:
 
     def _read_audio_config(self) -> AudioConfig:
         audio = self._tekken.audio
-        if audio is None or audio.streaming_n_left_pad_tokens is None:
+        if (
+            audio is None
+            or audio.streaming_n_left_pad_tokens is None
+            or audio.transcription_delay_ms is None
+        ):
             raise CheckpointError("no audio section for streaming transcription")
-        delay_ms = audio.transcription_delay_ms
         return AudioConfig(
             sampling_rate_hz=audio.sampling_rate,
             frame_rate_hz=audio.frame_rate,
@@ -54,5 +57,5 @@ class Tokenizer:
             hop_samples=audio.encoding_config.hop_length,
             window_samples=audio.encoding_config.window_size,
             num_left_pad_tokens=audio.streaming_n_left_pad_tokens,
-            **({} if delay_ms is None else {"default_delay_ms": round(delay_ms)}),
+            default_delay_ms=round(audio.transcription_delay_ms),
         )

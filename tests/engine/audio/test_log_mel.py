@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -109,7 +109,6 @@ def test_mel_is_bit_equal_for_every_feeding_plan(log_mel: LogMel, plan: str) -> 
     assert torch.equal(streamed_mel(log_mel, cut(samples, PLANS[plan]())), whole)
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(0, 4_000), max_size=8), num_samples=st.integers(0, 8_000))
 def test_mel_is_bit_equal_for_any_feeding_plan(sizes: list[int], num_samples: int) -> None:
     log_mel, samples = LogMel(AUDIO), noise(num_samples)
