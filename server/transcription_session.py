@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import SessionOptions
-from engine.errors import Overloaded, VoxliteError
+from engine.errors import EngineFailure, Overloaded, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from server.async_engine import AsyncEngine
 from server.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
@@ -142,12 +142,6 @@ class TranscriptionSession:
             self._watch_for_stall()
             return (self._position - position) / SAMPLE_RATE_HZ
 
-    async def append_samples(self, samples: Samples) -> None:
-        """Take audio that is decoded already. As `append`."""
-        async with self._lock:
-            self.last_activity_s = self._loop.time()
-            await self._take_audio(samples)
-
     async def commit(self) -> None:
         """End the utterance. Without audio since the last one, its text is empty."""
         async with self._lock:
@@ -252,9 +246,7 @@ class TranscriptionSession:
                 self._end_turn(position)
             case TimedOut(start, end):
                 item = self._begin_item(end)
-                self._emit(
-                    IdleTimeout(item_id=item.item_id, start_ms=_ms(start), end_ms=_ms(end))
-                )
+                self._emit(IdleTimeout(item_id=item.item_id, start_ms=_ms(start), end_ms=_ms(end)))
                 self._commit_item()
 
     def _end_turn(self, position: int) -> None:
@@ -328,6 +320,16 @@ class TranscriptionSession:
         """Take what the engine says, on the event loop."""
         if self._has_ended:
             return
+        try:
+            self._handle(event)
+        except Exception:
+            # A fault of ours in one session's bookkeeping ends that session alone.
+            logger.exception("session %d failed", self.engine_session_id)
+            self.close()
+            self._on_end(EngineFailure("internal error; the log has more"))
+        self._progress.set()
+
+    def _handle(self, event: Event) -> None:
         match event:
             case TextDelta():
                 self.last_activity_s = self._loop.time()
@@ -339,7 +341,6 @@ class TranscriptionSession:
                 if error is not None:
                     self._emit_all(self._items.fail(fault_of(error), str(error)))
                 self._on_end(error)
-        self._progress.set()
 
     def _emit_all(self, events: Iterable[SessionEvent]) -> None:
         for event in events:

@@ -216,7 +216,7 @@ class Failed:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ErrorEvent:
     """Something the client asked for can't be, or the session ends. `event_id` is the client's."""
 

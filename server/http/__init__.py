@@ -1,0 +1,1 @@
+"""The HTTP side: files, models, client secrets, health."""

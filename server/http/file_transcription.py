@@ -1,0 +1,82 @@
+"""Transcribe one file on a session of its own.
+
+In: an open file and options. Out: the engine's events, as they come. Audio is read no faster than
+it is transcribed, and transcribed no faster than the events are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.audio.audio_file import read_audio
+from engine.config import SessionOptions
+from engine.errors import EngineFailure, Overloaded, VoxliteError
+from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
+from server.async_engine import AsyncEngine
+
+
+class FileTranscription:
+    """One file on its way through the engine. It holds a seat until `close`."""
+
+    def __init__(self, engine: AsyncEngine, options: SessionOptions) -> None:
+        """Take a seat.
+
+        Raises:
+            InvalidInput, Overloaded, EngineFailure: as `AsyncEngine.open`.
+        """
+        self._events: asyncio.Queue[Event | VoxliteError] = asyncio.Queue()
+        self._progress = asyncio.Event()
+        self._session = engine.open(options, self._events.put_nowait)
+        self._feeder: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Give the seat back. What was still to come is dropped."""
+        if self._feeder is not None:
+            self._feeder.cancel()
+        self._session.close()
+
+    async def run(self, file: BinaryIO) -> AsyncIterator[TextDelta | UtteranceDone]:
+        """Yield the file's events, the last of them an `UtteranceDone`.
+
+        Raises:
+            InvalidInput: the file isn't audio or is damaged.
+            EngineFailure: the session has failed.
+        """
+        self._feeder = asyncio.create_task(self._feed(file))
+        while True:
+            event = await self._events.get()
+            self._progress.set()
+            match event:
+                case TextDelta():
+                    yield event
+                case UtteranceDone():
+                    yield event
+                    return
+                case SessionEnded(error=error):
+                    raise error or EngineFailure("the engine has ended the session")
+                case VoxliteError():
+                    raise event
+
+    async def _feed(self, file: BinaryIO) -> None:
+        try:
+            blocks = await asyncio.to_thread(read_audio, file)
+            while (block := await asyncio.to_thread(next, blocks, None)) is not None:
+                await self._append(block)
+            self._session.commit()
+        except VoxliteError as err:
+            self._events.put_nowait(err)
+        except Exception as err:
+            self._events.put_nowait(EngineFailure(f"the file can't be read: {err!r}"))
+
+    async def _append(self, block: NDArray[np.float32]) -> None:
+        while True:
+            self._progress.clear()
+            try:
+                return self._session.append(block)
+            except Overloaded:
+                await self._progress.wait()

@@ -1,0 +1,51 @@
+"""What the parts of the server share, in one object that the application holds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from starlette.requests import HTTPConnection
+
+from engine.config import LEGAL_DELAYS_MS, AudioConfig
+from server.async_engine import AsyncEngine, EngineStatus
+from server.auth import ClientSecrets
+from server.metrics import Metrics
+from server.session_config import ServerOffer
+from server.settings import ServerSettings
+from server.transcription_session import TranscriptionSession
+from server.voice_activity import VoiceModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """One server's settings, engine and bookkeeping."""
+
+    settings: ServerSettings
+    engine: AsyncEngine
+    metrics: Metrics
+    client_secrets: ClientSecrets
+    voice_model: VoiceModel
+    voice_executor: Executor
+    started_s: int
+    sessions: set[TranscriptionSession] = field(default_factory=set)
+
+    def offer(self) -> ServerOffer:
+        """Return what clients may choose; before the model is loaded, what is usual."""
+        if self.engine.status is EngineStatus.READY:
+            engine = self.engine.ready
+            default_delay_ms, legal_delays_ms = engine.default_delay_ms, engine.legal_delays_ms
+        else:
+            default_delay_ms, legal_delays_ms = AudioConfig().default_delay_ms, LEGAL_DELAYS_MS
+        return ServerOffer(
+            model_names=self.settings.model_names,
+            default_delay_ms=default_delay_ms,
+            legal_delays_ms=legal_delays_ms,
+            max_session_s=self.settings.max_session_seconds or None,
+        )
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    """Return the services of the application that a request or socket came to."""
+    services: Services = connection.app.state.services
+    return services

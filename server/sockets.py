@@ -1,0 +1,83 @@
+"""The two sockets: `/v1/realtime`, and Mistral's `/v1/audio/transcriptions/realtime`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.websockets import WebSocket
+
+from server.auth import SUBPROTOCOL, key_in
+from server.protocol.mistral import MistralProtocol
+from server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
+from server.realtime import ConnectionLimits, ConnectionProtocol, RealtimeConnection
+from server.services import Services, services_of
+from server.transcription_session import SessionServices
+
+router = APIRouter()
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(10)}"
+
+
+@router.websocket("/v1/realtime")
+async def realtime(websocket: WebSocket) -> None:
+    """Serve a client of vLLM's or OpenAI's protocol."""
+    services = services_of(websocket)
+    subprotocols = websocket.scope["subprotocols"]
+    hint = hint_of(websocket.query_params, websocket.headers, subprotocols)
+    update = _update_of_secret(services, key_in(websocket.headers, subprotocols))
+    if update is not None:
+        hint = Dialect.OPENAI
+    protocol = NegotiatedProtocol(services.offer(), _new_id, hint)
+    subprotocol = SUBPROTOCOL if SUBPROTOCOL in subprotocols else None
+    await _serve(websocket, services, protocol, subprotocol, update)
+
+
+@router.websocket("/v1/audio/transcriptions/realtime")
+async def mistral_realtime(websocket: WebSocket) -> None:
+    """Serve a client of Mistral's protocol."""
+    services = services_of(websocket)
+    await _serve(websocket, services, MistralProtocol(services.offer()), None, None)
+
+
+def _update_of_secret(services: Services, key: str | None) -> Mapping[str, Any] | None:
+    """Return the update that a client secret's session begins with."""
+    secret = None if key is None else services.client_secrets.find(key)
+    if secret is None or secret.update is None:
+        return None
+    return {"type": "session.update", "session": secret.update}
+
+
+async def _serve(
+    websocket: WebSocket,
+    services: Services,
+    protocol: ConnectionProtocol,
+    subprotocol: str | None,
+    update: Mapping[str, Any] | None,
+) -> None:
+    settings = services.settings
+    connection = RealtimeConnection(
+        websocket,
+        protocol,
+        services.offer(),
+        SessionServices(
+            engine=services.engine,
+            voice_model=services.voice_model,
+            voice_executor=services.voice_executor,
+            new_id=_new_id,
+            max_append_wait_s=settings.max_append_wait,
+        ),
+        ConnectionLimits(
+            idle_timeout_s=settings.idle_timeout or None,
+            max_session_s=settings.max_session_seconds or None,
+            max_send_wait_s=settings.max_send_wait,
+        ),
+        services.metrics,
+        services.sessions,
+        update,
+    )
+    await connection.run(websocket.query_params.get("model"), subprotocol)
