@@ -189,10 +189,12 @@ def _shards(folder: Path, stem: str) -> list[Path]:
     index = folder / f"{stem}.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            paths = sorted(folder / name for name in names)
         except (ValueError, KeyError, TypeError, AttributeError) as err:
             raise CheckpointError(f"{index}: no weight_map of tensor names to files") from err
-        paths = [folder / name for name in names]
+        if not paths:
+            raise CheckpointError(f"{index}: its weight_map is empty")
     else:
         paths = sorted(folder.glob(f"{stem}*.safetensors"))
     if not paths:
