@@ -79,10 +79,11 @@ class EngineStats:
 class Engine:
     """Transcribe many sessions at once.
 
-    with Engine(EngineConfig(model=folder)) as engine:
-        session = engine.open(SessionOptions(), on_event=print)
-        session.append(samples)
-        session.finish()
+    Example:
+        with Engine(EngineConfig(model=folder)) as engine:
+            session = engine.open(SessionOptions(), on_event=print)
+            session.append(samples)
+            session.finish()
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class Engine:
         folder = find_checkpoint(config.model)
         self.tokenizer = Tokenizer(folder / "tekken.json")
         self.model_config: ModelConfig = read_model_config(folder, self.tokenizer.audio_config)
-        self.default_delay_ms = config.default_delay_ms or self.model_config.audio.default_delay_ms
+        self.default_delay_ms = self.model_config.audio.default_delay_ms
+        if config.default_delay_ms is not None:
+            self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._log_mel = LogMel(self.model_config.audio)
         self._runner = ModelRunner(folder, self.model_config, dtype=dtype, device=device)
