@@ -126,10 +126,14 @@ class AsyncEngine:
         engine.start()
         self._engine = engine
 
+    async def loaded(self) -> None:
+        """Wait until the model is loaded or can't be."""
+        if self._loading is not None:
+            await asyncio.shield(self._loading)
+
     async def stop(self) -> None:
         """End all sessions and the engine."""
-        if self._loading is not None:
-            await self._loading
+        await self.loaded()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
         self._is_stopped = True

@@ -1,0 +1,142 @@
+"""`voxlite serve`: settings in, a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated, Any, Final
+
+import typer
+import uvicorn
+from pydantic import ValidationError
+from starlette.types import ASGIApp
+
+from engine.errors import InvalidInput, VoxliteError
+from server.app import create_app
+from server.realtime import MAX_MESSAGE_BYTES
+from server.settings import ServerSettings
+from server.socket_transport import BoundedWebSocketProtocol
+
+logger = logging.getLogger(__name__)
+
+# A frame up to twice the limit is read and then refused in words; a larger one ends the socket.
+_MAX_FRAME_BYTES: Final = 2 * MAX_MESSAGE_BYTES
+_PING_INTERVAL_S: Final = 20.0
+_MAX_SHUTDOWN_S: Final = 10
+
+
+def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """Return how the application is served."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.uvicorn_log_level,
+        log_config=None,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ws=BoundedWebSocketProtocol,
+        ws_max_size=_MAX_FRAME_BYTES,
+        # Pings keep a quiet connection open on its way. Nobody is judged by the pongs: a client
+        # that is busy sending may not read them. The idle timeout ends those that are gone.
+        ws_ping_interval=_PING_INTERVAL_S,
+        ws_ping_timeout=None,
+        # Base64 of audio hardly shrinks, and each connection would hold two windows.
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=_MAX_SHUTDOWN_S,
+        server_header=False,
+        lifespan="on",
+    )
+
+
+def serve(settings: ServerSettings) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        CheckpointError, InvalidInput, EngineFailure: the model can't be loaded.
+    """
+    failures: list[VoxliteError] = []
+
+    def stop(error: VoxliteError) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    server = uvicorn.Server(uvicorn_config(create_app(settings, on_failure=stop), settings))
+    if not settings.api_key and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("no --api-key is set: everybody who reaches %s may use it", settings.host)
+    asyncio.run(server.serve())
+    if failures:
+        raise failures[0]
+
+
+def settings_of(**flags: Any) -> ServerSettings:
+    """Return the settings of a command line; a flag that wasn't given (None) says nothing.
+
+    Raises:
+        InvalidInput: a value is impossible, or the environment names an unknown setting.
+    """
+    try:
+        return ServerSettings(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as err:
+        first = err.errors(include_url=False)[0]
+        name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        raise InvalidInput(f"{name}: {first['msg']}") from err
+
+
+def _flag(text: str, default: object = None) -> Any:
+    shown = False if default is None else str(default)
+    return typer.Option(help=text, show_default=shown)
+
+
+def serve_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint folder or a hub id; without it, the bundled model."),
+    ] = None,
+    host: Annotated[str | None, _flag("Address to listen on.", "127.0.0.1")] = None,
+    port: Annotated[int | None, _flag("Port to listen on.", 8000)] = None,
+    api_key: Annotated[
+        list[str] | None, _flag("A key that clients must have. May be given several times.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        _flag("A name of the model for clients. May be given several times.", "the model"),
+    ] = None,
+    dtype: Annotated[
+        str | None, _flag("auto, bfloat16, float32 or float16; auto is the model's own.", "auto")
+    ] = None,
+    device: Annotated[
+        str | None, _flag("auto, cpu or cuda; auto is CUDA where there is one.", "auto")
+    ] = None,
+    max_num_seqs: Annotated[int | None, _flag("Most sessions at once.", 8)] = None,
+    kv_cache_gib: Annotated[
+        float | None, _flag("Memory for the KV cache.", "enough for --max-num-seqs")
+    ] = None,
+    default_delay_ms: Annotated[
+        int | None,
+        _flag("Delay of sessions that ask for none: 80 to 1200 in steps of 80, or 2400.", 480),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None, _flag("Seconds without audio after which a session ends; 0: never.", 120)
+    ] = None,
+    max_session_seconds: Annotated[
+        float | None, _flag("Longest session, in seconds; 0: no limit.", 0)
+    ] = None,
+    max_buffered_seconds: Annotated[
+        float | None, _flag("Audio that a session may have waiting, in seconds.", 60)
+    ] = None,
+    max_upload_mib: Annotated[
+        int | None, _flag("Largest file for /v1/audio/transcriptions, in MiB.", 1024)
+    ] = None,
+    ssl_keyfile: Annotated[str | None, _flag("The key of the TLS certificate.")] = None,
+    ssl_certfile: Annotated[str | None, _flag("The TLS certificate.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        _flag("An origin whose pages may use the server, * for all. May be given several times."),
+    ] = None,
+    uvicorn_log_level: Annotated[
+        str | None, _flag("critical, error, warning, info, debug or trace.", "info")
+    ] = None,
+) -> None:
+    """Serve realtime transcription. Every flag can come from the environment: VOXLITE_PORT=8000."""
+    serve(settings_of(**locals()))
