@@ -18,6 +18,7 @@ from engine.config import AudioConfig
 from training.clip_bank import SAMPLE_RATE, Clip, ClipBank, Samples, Word
 from training.noise import SOUNDS, colored_noise, unit_rms
 from training.spectrogram import Spectrogram, Stretch, WarpedSpectrogram
+from training.text import DIGITS, TEENS, TENS
 
 Rng = np.random.Generator
 T = TypeVar("T")
@@ -34,6 +35,7 @@ SEGMENT_WEIGHTS = {
     "synthetic-sentence": 0.04,
     "sound": 0.04,
 }
+NUMBER_WORDS = frozenset((*DIGITS, *TEENS, *TENS))
 SPEECH_RMS = 0.06
 MIN_SPAN_S = 0.08
 
@@ -71,10 +73,13 @@ class Composer:
             for clip in bank:
                 if clip.split != "train":
                     continue
-                single = len(clip.words) == 1 and clip.kind in ("digit", "prompt")
-                (self._single_words[clip.voice] if single else self._clips[clip.kind]).append(
-                    (bank, clip)
-                )
+                if len(clip.words) == 1 and clip.kind in ("digit", "prompt"):
+                    # A voice that says more than numbers is asked for its numbers apart.
+                    is_number = clip.text in NUMBER_WORDS
+                    voice = clip.voice if is_number else f"{clip.voice}, other words"
+                    self._single_words[voice].append((bank, clip))
+                else:
+                    self._clips[clip.kind].append((bank, clip))
                 if clip.kind == "order" and clip.words[0].start_s > 1.0:
                     end = int((clip.words[0].start_s - 0.2) * SAMPLE_RATE)
                     self._room_noise.append(bank.samples(clip)[:end])
@@ -250,7 +255,8 @@ class Composer:
         tail = rng.standard_normal(len(time)) * np.exp(-time / decay_s)
         response = unit_rms(tail.astype(np.float32)) / np.sqrt(len(time)) * rng.uniform(0.1, 0.9)
         response[0] = 1.0
-        return oaconvolve(samples, response.astype(np.float32))[: len(samples)].astype(np.float32)
+        wet: Samples = oaconvolve(samples, response.astype(np.float32))[: len(samples)]
+        return wet.astype(np.float32)
 
     def _noise(self, num_samples: int) -> Samples:
         """Return unit noise: coloured, cut from a real room, or people talking over each other."""
@@ -302,7 +308,7 @@ class Composer:
             log_mel[first : first + length] = floor
 
     def _pick(self, items: Sequence[T]) -> T:
-        return items[self._rng.integers(len(items))]
+        return items[int(self._rng.integers(len(items)))]
 
 
 def _moved(words: Sequence[Word], offset_s: float, speed: float) -> list[Word]:

@@ -5,16 +5,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from engine.config import LEGAL_DELAYS_MS, STREAMING_WORD_ID, AudioConfig
+from engine.config import LEGAL_DELAYS_MS, AudioConfig
 from training.clip_bank import ClipBank, Word
 from training.compose import Composer
 from training.lexicon import Lexicon
 from training.targets import target_ids
+
+IntArray = npt.NDArray[np.int64]
 
 NUM_SPECIAL_TOKENS = 1000
 IGNORED = -100
@@ -25,6 +28,7 @@ WORD_LAG_S = 0.16
 # Share of text tokens that are replaced at random in the decoder's input, so that one wrong word
 # in its own output does not lead it astray.
 CORRUPTED_SHARE = 0.08
+LENGTH_STEP = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,9 @@ class UtteranceStream(IterableDataset[Batch]):
         self._tokenizer = Tekkenizer.from_file(self._tekken)
         self._lexicon = Lexicon(self._dictionary)
         while True:
-            num_tokens = int(rng.integers(*self._utterance_tokens))
+            # Few different lengths: kernels and memory of one shape are used again and again.
+            shortest, longest = self._utterance_tokens
+            num_tokens = int(rng.choice(np.arange(shortest, longest + 1, LENGTH_STEP)))
             num_utterances = max(1, round(self._tokens_per_batch / num_tokens))
             yield self._batch(composer, rng, num_utterances, num_tokens)
 
@@ -113,18 +119,12 @@ class UtteranceStream(IterableDataset[Batch]):
                     self._sound_labels(utterance.words, num_tokens),
                 )
             )
-        mel, inputs, targets, delays, words, sounds = (
+        columns = (
             torch.from_numpy(np.stack([np.asarray(value) for value in column]))
             for column in zip(*rows, strict=True)
         )
-        return Batch(
-            log_mel=mel,
-            input_ids=inputs,
-            target_ids=targets,
-            num_delay_tokens=delays,
-            word_labels=words,
-            sound_labels=sounds,
-        )
+        names = (field.name for field in fields(Batch))
+        return Batch(**dict(zip(names, columns, strict=True)))
 
     def _draw_delay(self, rng: np.random.Generator) -> int:
         is_default = rng.random() < DEFAULT_DELAY_SHARE
@@ -134,7 +134,7 @@ class UtteranceStream(IterableDataset[Batch]):
     def _encode_word(self, word: str) -> list[int]:
         return encode_word(self._tokenizer, word)
 
-    def _word_labels(self, words: Sequence[Word], num_tokens: int) -> np.ndarray:
+    def _word_labels(self, words: Sequence[Word], num_tokens: int) -> IntArray:
         labels = np.zeros(num_tokens, dtype=np.int64)
         token_s = self._audio.token_s
         for word in words:
@@ -147,7 +147,7 @@ class UtteranceStream(IterableDataset[Batch]):
             )
         return labels
 
-    def _sound_labels(self, words: Sequence[Word], num_tokens: int) -> np.ndarray:
+    def _sound_labels(self, words: Sequence[Word], num_tokens: int) -> IntArray:
         frames_per_token = self._audio.mel_frames_per_token // 2
         labels = np.zeros(num_tokens * frames_per_token, dtype=np.int64)
         frame_s = self._audio.token_s / frames_per_token
@@ -173,6 +173,3 @@ def batches(stream: UtteranceStream, num_workers: int) -> Iterator[Batch]:
         persistent_workers=bool(num_workers),
     )
     return iter(loader)
-
-
-__all__ = ["IGNORED", "STREAMING_WORD_ID", "Batch", "UtteranceStream", "batches", "encode_word"]

@@ -20,7 +20,7 @@ from transformers import (
 from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, cdiv
 from training.clip_bank import Samples
 from training.dataset import NUM_SPECIAL_TOKENS
-from training.model import ATTENTION_NAME
+from training.model import ATTENTION_NAME, new_model
 from training.spectrogram import Stretch, WarpedSpectrogram
 
 MAX_TOKENS_PER_BATCH = 12_000
@@ -38,11 +38,10 @@ def load_for_decoding(
     config: VoxtralRealtimeConfig, weights: dict[str, Tensor]
 ) -> VoxtralRealtimeForConditionalGeneration:
     """Return a model whose encoder reads whole clips fast and whose decoder goes step by step."""
-    model = VoxtralRealtimeForConditionalGeneration._from_config(
-        config, attn_implementation={"audio_config": ATTENTION_NAME, "text_config": "sdpa"}
-    )
+    model = new_model(config, {"audio_config": ATTENTION_NAME, "text_config": "sdpa"})
     model.load_state_dict(weights)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 class Transcriber:
@@ -104,7 +103,7 @@ class Transcriber:
         condition = model.time_embedding(torch.tensor([float(num_delay)]))[None]
         ids = torch.full((len(clips), num_prompt), STREAMING_PAD_ID)
         ids[:, 0] = BOS_ID
-        cache = DynamicCache(config=self._model.config.text_config)
+        cache = DynamicCache(config=self._model.config.get_text_config())
         written: list[Tensor] = []
         position = 0
         while position + ids.shape[1] < max(lengths):
@@ -132,4 +131,5 @@ class Transcriber:
 
 def gained(samples: Samples, gain: float) -> Samples:
     """Return the clip at another level, clipped as a converter would."""
-    return np.clip(samples * np.float32(gain), -1, 1)
+    louder: Samples = np.clip(samples * np.float32(gain), -1, 1)
+    return louder

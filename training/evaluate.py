@@ -51,7 +51,8 @@ def score(rows: list[dict[str, str]], texts: list[str]) -> dict[str, Score]:
     for name, pairs in by_set.items():
         num_words = sum(len(reference.split()) for reference, _ in pairs)
         if num_words:
-            output = jiwer.process_words(*(list(column) for column in zip(*pairs, strict=True)))
+            references, hypotheses = (list(column) for column in zip(*pairs, strict=True))
+            output = jiwer.process_words(references, hypotheses)
             num_errors = output.substitutions + output.deletions + output.insertions
         else:
             num_errors = sum(len(text.split()) for _, text in pairs)

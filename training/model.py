@@ -163,16 +163,30 @@ AttentionInterface.register(ATTENTION_NAME, windowed_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
+def new_model(
+    config: VoxtralRealtimeConfig, attention: str | dict[str, str]
+) -> VoxtralRealtimeForConditionalGeneration:
+    """Return a model with random weights.
+
+    Args:
+        config: its sizes.
+        attention: the name of an implementation, for all of it or by sub-configuration.
+    """
+    make = VoxtralRealtimeForConditionalGeneration._from_config
+    model: VoxtralRealtimeForConditionalGeneration = make(  # type: ignore[no-untyped-call]
+        config, attn_implementation=attention
+    )
+    return model
+
+
 class TrainingModel(nn.Module):
     """A Voxtral-Realtime model and the heads of the helper losses."""
 
-    def __init__(self, config: VoxtralRealtimeConfig, num_sounds: int, num_words: int) -> None:
+    def __init__(self, shape: ModelShape, num_sounds: int, num_words: int) -> None:
         super().__init__()
-        self.voxtral = VoxtralRealtimeForConditionalGeneration._from_config(
-            config, attn_implementation=ATTENTION_NAME
-        )
-        self.sound_head = nn.Linear(config.audio_config.hidden_size, num_sounds)
-        self.word_head = nn.Linear(config.text_config.hidden_size, num_words)
+        self.voxtral = new_model(shape.config(), ATTENTION_NAME)
+        self.sound_head = nn.Linear(shape.encoder_dim, num_sounds)
+        self.word_head = nn.Linear(shape.decoder_dim, num_words)
 
     def encode(self, log_mel: Tensor) -> tuple[Tensor, Tensor]:
         """Return encoder frames (B, F, encoder dim) and adapter outputs (B, T, decoder dim).

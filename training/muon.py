@@ -23,7 +23,7 @@ def orthogonalize(matrices: Tensor, num_iterations: int = 5) -> Tensor:
         num_iterations: Newton-Schulz iterations.
     """
     a, b, c = _COEFFICIENTS
-    x = matrices.bfloat16()
+    x: Tensor = matrices.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + _EPSILON)
     for _ in range(num_iterations):
         gram = torch.bmm(x, x.transpose(1, 2))

@@ -16,7 +16,7 @@ _EPSILON = 1e-8
 def unit_rms(samples: Samples) -> Samples:
     """Scale to a root mean square of 1; silence stays silence."""
     rms = float(np.sqrt(np.mean(samples**2))) if len(samples) else 0.0
-    return samples / np.float32(rms) if rms > _EPSILON else samples
+    return (samples / rms).astype(np.float32) if rms > _EPSILON else samples
 
 
 def colored_noise(num_samples: int, rng: np.random.Generator) -> Samples:
@@ -25,7 +25,7 @@ def colored_noise(num_samples: int, rng: np.random.Generator) -> Samples:
     spectrum = rfft(rng.standard_normal(size, dtype=np.float32))
     frequency = np.maximum(np.arange(len(spectrum)) * SAMPLE_RATE / size, 30.0)
     spectrum *= ((frequency / 1000) ** -rng.uniform(0.0, 1.5)).astype(np.float32)
-    return unit_rms(irfft(spectrum, size)[:num_samples])
+    return unit_rms(np.asarray(irfft(spectrum, size)[:num_samples], dtype=np.float32))
 
 
 def _seconds(num_samples: int) -> Samples:

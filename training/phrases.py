@@ -34,7 +34,8 @@ class OrderGrammar:
 
         def choose(match: re.Match[str]) -> str:
             alternatives, slot = match.groups()
-            return rng.choice(self._slots[slot] if slot else alternatives.split(","))
+            choices: list[str] = self._slots[slot] if slot else alternatives.split(",")
+            return rng.choice(choices)
 
         return normalize(_CHOICE.sub(choose, rng.choice(self._templates)))
 

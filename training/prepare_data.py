@@ -67,7 +67,8 @@ def is_validation(kind: str, row: dict[str, Any]) -> bool:
     by a checksum of the file name.
     """
     if kind == "digit":
-        return row["speaker"] == VALIDATION_SPEAKER or row["take"] < NUM_VALIDATION_TAKES
+        is_new_speaker = row["speaker"] == VALIDATION_SPEAKER
+        return bool(is_new_speaker or row["take"] < NUM_VALIDATION_TAKES)
     if kind == "order":
         return bool(row["cluster"] % CLUSTER_MODULUS == VALIDATION_CLUSTER_REMAINDER)
     if kind == "sentence":

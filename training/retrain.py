@@ -46,6 +46,7 @@ def main() -> None:
             (done / name).touch()
 
     once("real", "prepare_data", "--data", args.data, "--out", banks)
+    synthesis: list[tuple[str, float, list[str | Path]]]
     synthesis = [(name, hours, []) for name, hours in SYNTHETIC_HOURS.items()]
     if args.piper_voice:
         synthesis.append(("piper", PIPER_HOURS, ["--piper-voice", args.piper_voice]))

@@ -52,7 +52,8 @@ def mel_filters(audio: AudioConfig, warp: float = 1.0) -> Spectrogram:
     rising = (hz[:, None] - edges[:-2]) / width[:-1]
     falling = (edges[2:] - hz[:, None]) / width[1:]
     area = 2 / (edges[2:] - edges[:-2])
-    return (np.maximum(0, np.minimum(rising, falling)) * area).astype(np.float32)
+    filters: Spectrogram = (np.maximum(0, np.minimum(rising, falling)) * area).astype(np.float32)
+    return filters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,8 @@ class WarpedSpectrogram:
             mel[frames] = self._filtered(power[frames], stretch.warp)
         log = np.log10(np.maximum(mel, _POWER_FLOOR))
         floor = self._audio.global_log_mel_max - 8
-        return ((np.maximum(log, floor) + 4) / 4).astype(np.float32)
+        scaled: Spectrogram = ((np.maximum(log, floor) + 4) / 4).astype(np.float32)
+        return scaled
 
     @staticmethod
     def _with_ends(stretches: list[Stretch], num_frames: int) -> list[tuple[Stretch, int]]:

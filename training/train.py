@@ -72,7 +72,8 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Return the learning rate at `step`: it rises, stays, and falls to zero."""
     rising = (step + 1) / args.warmup
     falling = (args.steps - step) / max(1.0, args.cooldown * args.steps)
-    return float(args.learning_rate) * max(0.0, min(1.0, rising, falling))
+    factor: float = max(0.0, min(1.0, rising, falling))
+    return factor * float(args.learning_rate)
 
 
 class Trainer:
@@ -96,8 +97,9 @@ class Trainer:
         self._device = device
         self._helper_weight = helper_weight
         num_words = shape.vocab_size - NUM_SPECIAL_TOKENS + 1
-        self.model = TrainingModel(shape.config(), num_sounds, num_words).to(device)
-        matrices, others = [], []
+        self.model = TrainingModel(shape, num_sounds, num_words).to(device)
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             is_inner = parameter.ndim == 2 and "embed" not in name and "head" not in name
             (matrices if is_inner else others).append(parameter)

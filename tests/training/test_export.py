@@ -80,7 +80,7 @@ def test_a_missing_or_unknown_tensor_is_named() -> None:
 
 def test_attention_in_blocks_equals_transformers() -> None:
     torch.manual_seed(0)
-    ours = TrainingModel(SHAPE.config(), num_sounds=5, num_words=5).eval()
+    ours = TrainingModel(SHAPE, num_sounds=5, num_words=5).eval()
     theirs = VoxtralRealtimeForConditionalGeneration._from_config(
         SHAPE.config(), attn_implementation="eager"
     ).eval()
