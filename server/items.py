@@ -82,6 +82,7 @@ class Items:
         self._num_utterances += 1
         yield Committed(item_id=item.item_id, previous_item_id=previous_id)
         if not item.is_announced:
+            item.is_announced = True
             yield ItemAdded(item_id=item.item_id, previous_item_id=previous_id)
         yield ItemDone(item_id=item.item_id, previous_item_id=previous_id)
 

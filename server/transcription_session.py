@@ -32,7 +32,7 @@ from server.protocol.messages import (
     SpeechStarted,
     SpeechStopped,
 )
-from server.session_config import SessionConfig
+from server.session_config import SessionConfig, TurnDetection
 from server.turn_detection import Started, Stopped, TimedOut, TurnDetector, TurnEvent
 from server.voice_activity import VoiceModel, VoiceStream
 
@@ -148,8 +148,8 @@ class TranscriptionSession:
             await self._take_audio(self._decoder.flush())
             if self._gate is not None:
                 await self._feed(self._gate.held.start, self._gate.held.take_until(self._position))
-                self._gate.detector.close_turn()
             self._commit_item()
+            self._gate = self._new_gate(self.config.turn_detection)
 
     async def finish(self) -> None:
         """End the last utterance, if there is one, and wait for all text."""
@@ -167,13 +167,11 @@ class TranscriptionSession:
         """Forget the audio that isn't committed."""
         async with self._lock:
             self._decoder.flush()
-            if self._gate is not None:
-                self._gate.held.take_until(self._position)
-                self._gate.detector.close_turn()
             if self._items.open is not None:
                 # The engine's utterance ends too; what it still has to say is dropped.
                 self._items.clear()
                 self._engine_session.commit()
+            self._gate = self._new_gate(self.config.turn_detection)
             self._emit(Cleared())
 
     async def configure(self, config: SessionConfig) -> None:
@@ -200,13 +198,18 @@ class TranscriptionSession:
         old, self._gate = self._gate, None
         if old is not None:
             await self._feed(old.held.start, old.held.take_until(self._position))
-        if config.turn_detection is not None:
-            is_speaking = self._items.open is not None
-            self._gate = _Gate(
-                TurnDetector(config.turn_detection, self._position, is_speaking),
-                self._services.voice_model.new_stream(),
-                HeldAudio(self._position),
-            )
+        self._gate = self._new_gate(config.turn_detection)
+
+    def _new_gate(self, turn_detection: TurnDetection | None) -> _Gate | None:
+        """Listen for turns from here on; what is open is a turn that the next silence ends."""
+        if turn_detection is None:
+            return None
+        is_speaking = self._items.open is not None
+        return _Gate(
+            TurnDetector(turn_detection, self._position, is_speaking),
+            self._services.voice_model.new_stream(),
+            HeldAudio(self._position),
+        )
 
     async def _take_audio(self, samples: Samples) -> None:
         if len(samples) == 0:
@@ -272,8 +275,8 @@ class TranscriptionSession:
                 return
             try:
                 await self._feed(gate.held.start, gate.held.take_until(position))
-                gate.detector.close_turn()
                 self._end_turn(position)
+                self._gate = self._new_gate(self.config.turn_detection)
             except VoxliteError as err:
                 logger.warning("session %d: turn not ended: %s", self.engine_session_id, err)
 

@@ -107,11 +107,6 @@ class TurnDetector:
             return self._push_speaking(probability, padding_ms)
         return self._push_silent(probability, window_start)
 
-    def close_turn(self) -> None:
-        """Note that the turn was ended by somebody else, here."""
-        self.is_speaking = False
-        self._first_possible = self._idle_since = self._position
-
     def _push_speaking(self, probability: float, padding_ms: int) -> Stopped | None:
         if probability >= self._vad.threshold - _HYSTERESIS:
             self._last_speech = self._position
@@ -119,7 +114,8 @@ class TurnDetector:
         silence = self._position - self._last_speech
         if not self._is_over(silence, padding_ms):
             return None
-        self.close_turn()
+        self.is_speaking = False
+        self._first_possible = self._idle_since = self._position
         return Stopped(self._position)
 
     def _is_over(self, silence: int, padding_ms: int) -> bool:

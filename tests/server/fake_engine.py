@@ -1,8 +1,8 @@
 """An engine without a model: its text tells which audio it was given, in which order.
 
-Each token of 80 ms is heard as a level, its mean sample in steps of 1/32: level 7 is the word
-" w7", level 0 is padding, and so is a level that was just written. Tokens, prompt, padding and
-usage are counted as the real engine counts them.
+Each token of 80 ms is heard as a level, in steps of 1/32: level 7 is the word " w7". Level 0 is
+padding, and so are a token in which the level changes and a level that was just written. Tokens,
+prompt, padding and usage are counted as the real engine counts them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def tone(*levels: int, num_tokens: int = 1) -> np.ndarray:
 
 def pcm16(samples: np.ndarray) -> bytes:
     return (samples * 32768).clip(-32768, 32767).round().astype("<i2").tobytes()
+
+
+def _level(heard: np.ndarray) -> int | None:
+    """Return the level of a token's samples, None if it isn't one level throughout."""
+    if not len(heard):
+        return 0
+    level = round(float(heard.mean()) / LEVEL)
+    return level if np.abs(heard - level * LEVEL).max() < 0.4 * LEVEL else None
 
 
 class _FakeSession:
@@ -167,14 +175,14 @@ class FakeEngine:
         token = session.num_written
         start = token * AUDIO.samples_per_token
         heard = session.audio[start : start + AUDIO.samples_per_token]
-        level = round(float(heard.mean()) / LEVEL) if len(heard) else 0
+        level = _level(heard)
         if level == FAILING_LEVEL:
             return self._end(id_, EngineFailure("the step failed"))
         session.num_written += 1
         self.num_tokens_out += 1
         self.num_steps += 1
-        is_word = level > 0 and level != session.last_level
-        session.last_level = level
+        is_word = level is not None and level > 0 and level != session.last_level
+        session.last_level = session.last_level if level is None else level
         token_id = FIRST_TEXT_ID + level if is_word else STREAMING_PAD_ID
         text = f" w{level}" if is_word else ""
         end_s = (session.first_sample + start) / AUDIO.sampling_rate_hz + AUDIO.token_s
