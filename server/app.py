@@ -17,7 +17,7 @@ from server import sockets
 from server.access import AccessControl
 from server.async_engine import AsyncEngine, TranscriptionEngine
 from server.auth import ClientSecrets, KeyRing, OriginPolicy, is_loopback
-from server.http import models, operations, transcriptions
+from server.http import models, operations, transcriptions, web
 from server.http.errors import add_error_handlers
 from server.metrics import Metrics
 from server.services import Services
@@ -66,8 +66,8 @@ def create_app(
     # No pages of documentation: they would load their scripts from elsewhere.
     app = FastAPI(title="voxlite", openapi_url=None, lifespan=lifespan)
     app.state.services = services
-    for router in (sockets.router, transcriptions.router, models.router, operations.router):
-        app.include_router(router)
+    for part in (sockets, transcriptions, models, operations, web):
+        app.include_router(part.router)
     add_error_handlers(app)
     _add_access_control(app, services)
     return app
