@@ -54,6 +54,7 @@ class AudioDecoder:
         self.audio_format = audio_format
         self._rest = b""
         self._resampler = Resampler(audio_format.rate_hz, SAMPLE_RATE_HZ)
+        self._is_flushed = True
 
     @property
     def bytes_per_second(self) -> int:
@@ -77,6 +78,7 @@ class AudioDecoder:
         if not np.isfinite(samples).all():
             raise InvalidInput(f"sample {int(np.argmin(np.isfinite(samples)))} is not finite")
         self._rest = data[num_whole_bytes:]
+        self._is_flushed = False
         return self._resampler.push(np.clip(samples, -1.0, 1.0))
 
     def skip(self, data: bytes) -> None:
@@ -86,8 +88,11 @@ class AudioDecoder:
 
     def flush(self) -> Samples:
         """Return what the resampler still holds. The stream goes on as a new one afterwards."""
+        if self._is_flushed:
+            return np.zeros(0, np.float32)
         rest = self._resampler.flush()
         self._resampler = Resampler(self.audio_format.rate_hz, SAMPLE_RATE_HZ)
+        self._is_flushed = True
         return rest
 
     def _decode(self, data: bytes) -> Samples:

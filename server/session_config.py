@@ -116,7 +116,7 @@ class ServerOffer:
         delay_ms = DELAY_NAMES_MS.get(delay) if isinstance(delay, str) else delay
         if delay_ms not in self.legal_delays_ms:
             raise InvalidInput(
-                f"delay {delay!r}: one of {', '.join(DELAY_NAMES_MS)}, or one of "
+                f"delay {str(delay)[:32]!r}: one of {', '.join(DELAY_NAMES_MS)}, or one of "
                 f"{', '.join(map(str, self.legal_delays_ms))} ms"
             )
         return replace(config, delay=delay)

@@ -33,6 +33,7 @@ from server.protocol.wire import (
     decode_audio,
     dump,
     event_type,
+    shorten,
     validate,
     with_delay,
 )
@@ -72,7 +73,8 @@ class MistralProtocol:
 
     def initial_config(self) -> SessionConfig:
         """Return what is in force before the first update."""
-        return self._offer.initial_config(PCM_16_KHZ)
+        # The segments of `transcription.done`.
+        return replace(self._offer.initial_config(PCM_16_KHZ), has_segments=True)
 
     def receive(self, message: Mapping[str, Any], config: SessionConfig) -> Command:
         """Understand a message. See `WireProtocol`."""
@@ -86,7 +88,9 @@ class MistralProtocol:
             case "input_audio.end":
                 return Finish()
             case unknown:
-                raise ProtocolError(Fault.UNKNOWN_EVENT, f"Unknown event type: {unknown}", "type")
+                raise ProtocolError(
+                    Fault.UNKNOWN_EVENT, f"Unknown event type: {shorten(unknown)}", "type"
+                )
 
     def _append(self, message: Mapping[str, Any]) -> Append:
         audio = decode_audio(validate(_Append, message).audio)

@@ -35,6 +35,7 @@ from server.protocol.wire import (
     dump,
     event_type,
     logprobs_json,
+    shorten,
     validate,
     words_json,
 )
@@ -71,8 +72,8 @@ class OpenAIProtocol(ABC):
             case unknown:
                 raise ProtocolError(
                     Fault.UNKNOWN_EVENT,
-                    f"Unknown event type: {unknown}. A transcription session takes session.update "
-                    "and input_audio_buffer.append, .commit and .clear",
+                    f"Unknown event type: {shorten(unknown)}. A transcription session takes "
+                    "session.update and input_audio_buffer.append, .commit and .clear",
                     "type",
                 )
 

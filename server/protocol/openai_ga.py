@@ -29,7 +29,7 @@ from server.protocol.openai_session import (
     transcription_json,
     turn_detection_json,
 )
-from server.protocol.wire import WireModel, validate
+from server.protocol.wire import WireModel, shorten, validate
 from server.session_config import (
     G711_RATE_HZ,
     RATES_HZ,
@@ -81,7 +81,7 @@ class OpenAIGAProtocol(OpenAIProtocol):
         if session.type not in (None, "transcription"):
             raise ProtocolError(
                 Fault.INVALID_VALUE,
-                f"session.type {session.type!r}: this server has sessions of type 'transcription'",
+                f"session.type {shorten(session.type)!r}: this server has only 'transcription'",
                 "session.type",
             )
         if "include" in session.model_fields_set:

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from server.protocol.messages import Fault, ProtocolError
-from server.protocol.wire import LOGPROBS, WireModel, check_model, validate, with_delay
+from server.protocol.wire import LOGPROBS, WireModel, check_model, shorten, validate, with_delay
 from server.session_config import (
     Eagerness,
     SemanticVad,
@@ -109,7 +109,9 @@ def merged_include(include: Sequence[str] | None, config: SessionConfig) -> Sess
     for name in include:
         if name not in (LOGPROBS, WORDS):
             raise ProtocolError(
-                Fault.INVALID_VALUE, f"include {name!r}: one of {LOGPROBS}, {WORDS}", "include"
+                Fault.INVALID_VALUE,
+                f"include {shorten(name)!r}: one of {LOGPROBS}, {WORDS}",
+                "include",
             )
     return replace(config, has_logprobs=LOGPROBS in include, has_words=WORDS in include)
 

@@ -36,6 +36,7 @@ from server.protocol.wire import (
     dump,
     event_type,
     logprobs_json,
+    shorten,
     validate,
     with_delay,
     words_json,
@@ -91,7 +92,9 @@ class VllmProtocol:
                     )
                 return Commit() if is_final else Nothing()
             case unknown:
-                raise ProtocolError(Fault.UNKNOWN_EVENT, f"Unknown event type: {unknown}", "type")
+                raise ProtocolError(
+                    Fault.UNKNOWN_EVENT, f"Unknown event type: {shorten(unknown)}", "type"
+                )
 
     def _update(self, message: Mapping[str, Any], config: SessionConfig) -> Configure:
         if message.get("model") is None:

@@ -89,12 +89,13 @@ def validate(model: type[Model], value: object, path: str = "") -> Model:
         message = f"Missing required field: {param}" if is_missing else f"{param}: {first['msg']}"
         shown = first["input"]
         if not is_missing and isinstance(shown, str | int | float | bool | None):
-            message += f", not {_shorten(json.dumps(shown))}"
+            message += f", not {shorten(json.dumps(shown))}"
         fault = Fault.MISSING_FIELD if is_missing else Fault.INVALID_VALUE
         raise ProtocolError(fault, message, param) from err
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Cut a client's text to what an error message has room for."""
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
 
 
@@ -121,7 +122,8 @@ def check_model(model: str, offer: ServerOffer, param: str = "model") -> None:
     if model not in offer.model_names:
         raise ProtocolError(
             Fault.MODEL_NOT_FOUND,
-            f"The model `{model}` does not exist. Served here: {', '.join(offer.model_names)}",
+            f"The model `{shorten(model)}` does not exist. "
+            f"Served here: {', '.join(offer.model_names)}",
             param,
         )
 

@@ -87,6 +87,10 @@ class FakeEngine:
         self._ids = count()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
+    @property
+    def num_taken_seats(self) -> int:
+        return self.max_sessions - self._seats._value
+
     def start(self) -> None:
         self._thread.start()
 

@@ -28,9 +28,10 @@ class LiveServer:
     def __init__(self, server: uvicorn.Server, engine: Any, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
+        self.listener = server.servers[0].sockets[0]
         self.app = server.config.app
         self.services = self.app.state.services
-        self.port = server.servers[0].sockets[0].getsockname()[1]
+        self.port = self.listener.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -62,7 +63,8 @@ class LiveServer:
 
     @property
     def num_sessions(self) -> int:
-        return self.engine.stats().num_sessions
+        """Seats that are taken."""
+        return self.engine.num_taken_seats
 
 
 class Client:

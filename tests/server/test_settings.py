@@ -1,0 +1,67 @@
+"""Settings from flags and the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from engine.errors import InvalidInput
+from server.serve import serve_command, settings_of
+from server.settings import BUNDLED_NAME, ServerSettings
+
+
+def test_defaults_are_safe() -> None:
+    settings = ServerSettings()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.model_names == (BUNDLED_NAME,)
+    assert settings.idle_timeout > 0
+
+
+def test_the_environment_is_read_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOXLITE_PORT", "9000")
+    monkeypatch.setenv("VOXLITE_API_KEY", "a, b")
+    monkeypatch.setenv("VOXLITE_ALLOWED_ORIGINS", '["https://x.example"]')
+    settings = settings_of(port=None, host="0.0.0.0")
+    assert (settings.port, settings.host) == (9000, "0.0.0.0")
+    assert settings.api_key == ("a", "b")
+    assert settings.allowed_origins == ("https://x.example",)
+    assert settings_of(port=1).port == 1
+
+
+def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="colour"):
+        settings_of(colour="red")
+    monkeypatch.setenv("VOXLITE_PROT", "9000")
+    with pytest.raises(InvalidInput, match="VOXLITE_PROT"):
+        settings_of()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("port", 70_000), ("max_num_seqs", 0), ("idle_timeout", -1), ("dtype", "int3"),
+     ("kv_cache_gib", 0), ("ssl_keyfile", "key.pem")],
+)  # fmt: skip
+def test_impossible_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=name.replace("_", "-")):
+        settings_of(**{name: value})
+
+
+def test_the_engine_gets_its_part(tmp_path: Path) -> None:
+    config = settings_of(model=str(tmp_path), max_num_seqs=3, default_delay_ms=960).engine_config()
+    assert (config.model, config.max_num_seqs, config.default_delay_ms) == (str(tmp_path), 3, 960)
+
+
+def test_the_command_knows_vllms_flags() -> None:
+    app = typer.Typer()
+    app.command()(serve_command)
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for flag in (
+        "--host --port --api-key --served-model-name --dtype --device --max-num-seqs "
+        "--ssl-keyfile --ssl-certfile --allowed-origins --uvicorn-log-level --default-delay-ms "
+        "--idle-timeout --max-session-seconds --max-buffered-seconds --kv-cache-gib"
+    ).split():
+        assert flag in result.output
