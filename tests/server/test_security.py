@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from server.access import PUBLIC_PATHS
+from server.access import PUBLIC_PATHS, PUBLIC_PREFIX
 from server.auth import ClientSecrets, KeyRing, OriginPolicy
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import LiveServer, serve
@@ -58,7 +58,7 @@ def test_every_route_but_health_refuses_without_a_key(locked: LiveServer) -> Non
                 {"Authorization": "Bearer"},
             ):
                 response = http.request(method, path, headers=headers)
-                if path in PUBLIC_PATHS:
+                if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
                     assert response.status_code != 401
                 else:
                     assert response.status_code == 401, (method, path)
