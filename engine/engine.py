@@ -372,7 +372,8 @@ class Engine:
     def _run_thread(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step():
+                # Looked at again, since the step may have taken the message that `stop` wakes with.
+                if not self.step() and not self._is_stopping:
                     self._apply(self._inbox.get())
         except Exception as err:
             logger.exception("the engine has failed")

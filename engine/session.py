@@ -19,6 +19,8 @@ from engine.inbox import Append, AudioBudget, Close, Command, Configure, Flush
 
 # Long appends are cut, so that the engine takes up about as much as it can use and no more.
 _PIECE_SAMPLES: Final = 16_000
+# Full scale is 1. Far beyond it the spectrum's power would overflow float32.
+_MAX_AMPLITUDE: Final = 1e6
 
 
 class Session:
@@ -51,7 +53,7 @@ class Session:
             timeout_s: how long to wait for room where too much audio is waiting already.
 
         Raises:
-            InvalidInput: wrong shape or dtype, or a value that isn't finite; nothing was taken.
+            InvalidInput: wrong shape or dtype, or an impossible value; nothing was taken.
             Overloaded: no room; nothing was taken.
             SessionClosed: the session has been finished or has ended.
         """
@@ -59,8 +61,13 @@ class Session:
             raise InvalidInput(
                 f"samples are {samples.shape} {samples.dtype}: (n,) float32 is needed"
             )
-        if not np.isfinite(samples).all():
-            raise InvalidInput(f"sample {int(np.argmin(np.isfinite(samples)))} is not finite")
+        is_usable = np.abs(samples) <= _MAX_AMPLITUDE  # False for NaN
+        if not is_usable.all():
+            first = int(np.argmin(is_usable))
+            raise InvalidInput(
+                f"sample {first} is {samples[first]}: finite numbers up to {_MAX_AMPLITUDE:g} are "
+                f"possible, [-1, 1] is full scale"
+            )
         self._check_open()
         self._budget.acquire(len(samples), timeout_s)
         with self._lock:
