@@ -23,6 +23,7 @@ from server.metrics import Metrics
 from server.services import Services
 from server.settings import ServerSettings
 from server.voice_activity import SileroModel, VoiceModel
+from server.warm_up import log_speed
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,13 @@ def create_app(
 def _engine_loader(settings: ServerSettings, metrics: Metrics) -> Callable[[], Engine]:
     """Check the engine's settings now; load it when called."""
     config = settings.engine_config()
-    return lambda: Engine(config, metrics.observe_step)
+
+    def load() -> Engine:
+        engine = Engine(config, metrics.observe_step)
+        log_speed(engine)
+        return engine
+
+    return load
 
 
 def _add_access_control(app: FastAPI, services: Services) -> None:

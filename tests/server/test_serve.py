@@ -1,0 +1,116 @@
+"""`voxlite serve` and `voxlite demo` as processes and functions: start, ready, end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+import soundfile
+
+from engine import Engine, EngineConfig
+from server import demo
+from server.warm_up import log_speed, step_s
+from tests.checkpoints import write_checkpoint
+from tests.server.fake_engine import FakeEngine, tone
+from tests.server.harness import TIMEOUT_S, LiveServer, serve
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = """
+import typer
+from server.serve import serve_command
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(serve_command)
+app()
+"""
+
+
+def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_it_serves_a_checkpoint_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
+    folder, port = write_checkpoint(tmp_path / "checkpoint"), free_port()
+    process = start(str(folder), "--port", str(port), "--served-model-name", "tiny")
+    try:
+        with httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            transport=httpx2.HTTPTransport(retries=0),
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        ) as http:
+            live = _Waiting(process, http)
+            live.wait_until_ready()
+            assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class _Waiting:
+    def __init__(self, process: subprocess.Popen[str], http: httpx2.Client) -> None:
+        self._process = process
+        self._http = http
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None, self._process.communicate()[1]
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    def wait_until_ready(self) -> None:
+        LiveServer.wait_until(self, self._is_ready)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_missing_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    process = start(str(tmp_path), "--port", str(free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert str(tmp_path) in errors.splitlines()[-1]
+
+
+def test_the_speed_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path / "checkpoint")), device="cpu", max_num_seqs=2
+    )
+    engine = Engine(config)
+    assert step_s(engine, 2) > 0
+    log_speed(engine)
+    assert "of audio take" in caplog.text or "slower than real time" in caplog.text
+    assert engine.stats().num_sessions == 0
+    engine.check_integrity()
+    engine.stop()
+
+
+def test_the_demo_prints_the_words_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip = np.concatenate([tone(1, 2, 3), tone(0, num_tokens=10)])
+    soundfile.write(tmp_path / "sample.wav", clip, 16_000, subtype="PCM_16")
+    with serve(FakeEngine()) as live, live.socket("/v1/realtime?intent=transcription") as client:
+        demo.transcribe_live(client.websocket, tmp_path / "sample.wav")
+    assert "w1 w2 w3" in capsys.readouterr().out
