@@ -106,8 +106,6 @@ class _Reader:
                     raise CheckpointError(f"{path}: tensor {name} is in {self._shard_of[name]} too")
                 self._shard_of[name] = path
         self._unread = set(self._shard_of)
-        if not config.is_mistral_format:
-            self._unread.discard(_TIED_HEAD)
         self.dtype = dtype or self._read_raw(_EMBEDDER + "tok_embeddings.weight").dtype
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -157,6 +155,18 @@ class _Reader:
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
         return Linear(weight.flatten(1), self.tensor(name + ".bias", out_dim))
+
+    def check_tied_head(self, embedding_name: str) -> None:
+        """Raise CheckpointError if there is an output head that isn't the embedding again."""
+        path = self._shard_of.get(_TIED_HEAD)
+        if path is None or self._is_mistral_format:
+            return
+        with safe_open(path, framework="pt") as shard:
+            if not torch.equal(shard.get_tensor(_TIED_HEAD), self._read_raw(embedding_name)):
+                raise CheckpointError(
+                    f"{path}: tensor {_TIED_HEAD} differs from the embedding; they must be tied"
+                )
+        self._unread.discard(_TIED_HEAD)
 
     def finish(self) -> None:
         """Raise CheckpointError if the files hold a tensor that was not read."""
@@ -232,6 +242,7 @@ def load_weights(
             shape that the config doesn't give it. The file and the tensor are named.
     """
     reader = _Reader(folder, config, dtype, device)
+    reader.check_tied_head(_EMBEDDER + "tok_embeddings.weight")
     encoder, decoder = _encoder(reader, config), _decoder(reader, config)
     reader.finish()
     return Weights(encoder, decoder, reader.num_bytes)

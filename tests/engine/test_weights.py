@@ -306,6 +306,16 @@ def test_the_tied_head_of_transformers_may_be_in_the_file(
     assert weights.num_bytes == load(hugging_face).num_bytes
 
 
+def test_an_output_head_that_differs_from_the_embedding_is_refused(
+    hugging_face: Path, tmp_path: Path
+) -> None:
+    def change(file: dict[str, torch.Tensor]) -> None:
+        file["lm_head.weight"] = file["language_model.model.embed_tokens.weight"] + 1
+
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding"):
+        load(rewritten(hugging_face, tmp_path, change))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["auto", "float32"])
 @pytest.mark.parametrize("file_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantized_weights_are_refused_by_name(
