@@ -96,8 +96,7 @@ def _ends_before(run: list[Word], word: Word, rules: SegmentRules) -> bool:
         return True
     num_characters = sum(len(each.text) for each in run) + len(word.text)
     return (
-        num_characters > rules.max_characters
-        or word.end_s - run[0].start_s > rules.max_segment_s
+        num_characters > rules.max_characters or word.end_s - run[0].start_s > rules.max_segment_s
     )
 
 
