@@ -16,7 +16,10 @@ import pytest
 import soundfile
 
 from engine import Engine, EngineConfig
+from engine.errors import CheckpointError
 from server import demo
+from server.serve import serve as run_server
+from server.serve import settings_of
 from server.warm_up import log_speed, step_s
 from tests.checkpoints import write_checkpoint
 from tests.server.fake_engine import FakeEngine, tone
@@ -86,10 +89,8 @@ class _Waiting:
 
 
 def test_a_model_that_is_missing_ends_it_with_a_sentence(tmp_path: Path) -> None:
-    process = start(str(tmp_path), "--port", str(free_port()))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert str(tmp_path) in errors.splitlines()[-1]
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        run_server(settings_of(model=str(tmp_path), port=0))
 
 
 def test_the_speed_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
