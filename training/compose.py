@@ -17,7 +17,7 @@ from scipy.signal import oaconvolve
 from engine.config import AudioConfig
 from training.clip_bank import SAMPLE_RATE, Clip, ClipBank, Samples, Word
 from training.noise import SOUNDS, colored_noise, unit_rms
-from training.spectrogram import Spectrogram, Stretch, WarpedSpectrogram
+from training.spectrogram import NO_WARP, Spectrogram, Stretch, Warp, WarpedSpectrogram
 from training.text import DIGITS, TEENS, TENS
 
 Rng = np.random.Generator
@@ -25,16 +25,18 @@ T = TypeVar("T")
 
 # How often each kind of segment is tried.
 SEGMENT_WEIGHTS = {
-    "digit": 0.34,
+    "digit": 0.32,
     "order": 0.22,
     "sentence": 0.07,
     "prompt": 0.06,
-    "synthetic-digits": 0.11,
+    "synthetic-digit": 0.12,
+    "synthetic-digits": 0.15,
     "synthetic-numbers": 0.03,
     "synthetic-order": 0.09,
     "synthetic-sentence": 0.04,
     "sound": 0.04,
 }
+STRING_KINDS = ("digit", "synthetic-digit")
 NUMBER_WORDS = frozenset((*DIGITS, *TEENS, *TENS))
 SPEECH_RMS = 0.06
 MIN_SPAN_S = 0.08
@@ -47,7 +49,7 @@ class Segment:
     samples: Samples
     words: tuple[Word, ...]
     tempo: float = 1.0
-    warp: float = 1.0
+    warp: Warp = NO_WARP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,32 +68,32 @@ class Composer:
         self._rng = rng
         self._spectrogram = WarpedSpectrogram(audio)
         self._clips: dict[str, list[tuple[ClipBank, Clip]]] = defaultdict(list)
-        # Clips of a single word, by voice: strings of words are put together from them.
-        self._single_words: dict[str, list[tuple[ClipBank, Clip]]] = defaultdict(list)
+        # Clips of a single word, by kind and voice: strings of words are put together from them.
+        self._single_words: dict[str, dict[str, list[tuple[ClipBank, Clip]]]] = {
+            kind: defaultdict(list) for kind in STRING_KINDS
+        }
         self._room_noise: list[Samples] = []
         for bank in banks:
             for clip in bank:
                 if clip.split != "train":
                     continue
-                if len(clip.words) == 1 and clip.kind in ("digit", "prompt"):
+                if clip.kind in STRING_KINDS:
+                    self._single_words[clip.kind][clip.voice].append((bank, clip))
+                elif len(clip.words) == 1 and clip.kind == "prompt":
                     # A voice that says more than numbers is asked for its numbers apart.
                     is_number = clip.text in NUMBER_WORDS
                     voice = clip.voice if is_number else f"{clip.voice}, other words"
-                    self._single_words[voice].append((bank, clip))
+                    self._single_words["digit"][voice].append((bank, clip))
                 else:
                     self._clips[clip.kind].append((bank, clip))
                 if clip.kind == "order" and clip.words[0].start_s > 1.0:
                     end = int((clip.words[0].start_s - 0.2) * SAMPLE_RATE)
                     self._room_noise.append(bank.samples(clip)[:end])
-        kinds = [
-            kind for kind in SEGMENT_WEIGHTS if kind in ("digit", "sound") or self._clips[kind]
-        ]
+        has_clips = {kind for kind, voices in self._single_words.items() if voices}
+        has_clips |= {kind for kind, clips in self._clips.items() if clips}
+        kinds = [kind for kind in SEGMENT_WEIGHTS if kind in has_clips or kind == "sound"]
         weights = np.array([SEGMENT_WEIGHTS[kind] for kind in kinds])
         self._kinds, self._kind_weights = kinds, weights / weights.sum()
-        voices = list(self._single_words)
-        # The square root: a voice with 450 clips is not drawn 20 times as often as one with 20.
-        counts = np.sqrt([len(self._single_words[voice]) for voice in voices])
-        self._voices, self._voice_weights = voices, counts / counts.sum()
 
     def draw(self, num_tokens: int, num_delay_tokens: int) -> Utterance:
         """Compose one utterance of exactly `num_tokens` tokens, paddings included."""
@@ -107,7 +109,10 @@ class Composer:
         reach = audio.window_samples // hop
         stretches = [
             Stretch(
-                first_frame=num_left_frames - reach, first_sample=-reach * hop, tempo=1.0, warp=1.0
+                first_frame=num_left_frames - reach,
+                first_sample=-reach * hop,
+                tempo=1.0,
+                warp=NO_WARP,
             )
         ]
         words: list[Word] = []
@@ -145,7 +150,7 @@ class Composer:
         samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
         # Right padding: digital silence after the last sample.
         stretches.append(
-            Stretch(first_frame=frame, first_sample=float(num_samples), tempo=1.0, warp=1.0)
+            Stretch(first_frame=frame, first_sample=float(num_samples), tempo=1.0, warp=NO_WARP)
         )
         samples = self._recorded(samples)
         power = self._spectrogram.power(samples, num_tokens * frames_per_token, stretches)
@@ -159,17 +164,19 @@ class Composer:
 
     def _segment(self) -> Segment:
         kind = self._rng.choice(self._kinds, p=self._kind_weights)
-        if kind == "digit":
-            return self._voiced(*self._word_string())
+        if kind in STRING_KINDS:
+            return self._voiced(*self._word_string(list(self._single_words[kind].values())))
         if kind == "sound":
             return self._sound()
         bank, clip = self._pick(self._clips[kind])
         return self._voiced(*self._span(bank.samples(clip), clip.words))
 
-    def _word_string(self) -> tuple[Samples, list[Word]]:
+    def _word_string(self, voices: list[list[tuple[ClipBank, Clip]]]) -> tuple[Samples, list[Word]]:
         """String single words of one voice together, with gaps from none to long."""
         rng = self._rng
-        clips = self._single_words[rng.choice(self._voices, p=self._voice_weights)]
+        # The square root: a voice with 450 clips is not drawn 20 times as often as one with 20.
+        weights = np.sqrt([len(clips) for clips in voices])
+        clips = voices[rng.choice(len(voices), p=weights / weights.sum())]
         parts: list[Samples] = []
         words: list[Word] = []
         num_samples = 0
@@ -201,11 +208,12 @@ class Composer:
         """Give the speech another voice: pitch, formants, tempo, level."""
         rng = self._rng
         samples = unit_rms(samples) * np.float32(SPEECH_RMS * np.exp(rng.normal(0, 0.25)))
-        if rng.random() < 0.2:
+        if rng.random() < 0.12:
             return Segment(samples=samples, words=tuple(words))
-        wide = rng.random() < 0.3
-        pitch = np.exp(rng.uniform(np.log(0.75), np.log(1.6)) if wide else rng.normal(0, 0.09))
-        formants = np.exp(np.clip(rng.normal(0, 0.08), -0.18, 0.18))
+        wide = rng.random() < 0.45
+        pitch = np.exp(rng.uniform(np.log(0.75), np.log(1.6)) if wide else rng.normal(0, 0.12))
+        formants = np.exp(np.clip(rng.normal(0, 0.11), -0.25, 0.25))
+        accent = np.exp(rng.normal(0, 0.07, len(NO_WARP)))
         rate = np.exp(np.clip(rng.normal(0, 0.15), -0.3, 0.3))
         grid = np.arange(0, len(samples) - 1, pitch)
         resampled = np.interp(grid, np.arange(len(samples)), samples).astype(np.float32)
@@ -213,7 +221,7 @@ class Composer:
             samples=resampled,
             words=tuple(_moved(words, 0.0, pitch)),
             tempo=float(rate / pitch),
-            warp=float(formants / pitch),
+            warp=tuple((formants / pitch * accent).tolist()),
         )
 
     def _sound(self) -> Segment:

@@ -21,7 +21,7 @@ from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, cdiv
 from training.clip_bank import Samples
 from training.dataset import NUM_SPECIAL_TOKENS
 from training.model import ATTENTION_NAME, new_model
-from training.spectrogram import Stretch, WarpedSpectrogram
+from training.spectrogram import NO_WARP, Stretch, WarpedSpectrogram
 
 MAX_TOKENS_PER_BATCH = 12_000
 
@@ -80,7 +80,7 @@ class Transcriber:
                 first_frame=first_frame,
                 first_sample=-reach * audio.hop_samples,
                 tempo=1.0,
-                warp=1.0,
+                warp=NO_WARP,
             )
         ]
         num_frames = num_tokens * audio.mel_frames_per_token

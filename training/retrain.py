@@ -53,6 +53,7 @@ def main() -> None:
     for engine, hours, options in synthesis:
         where = ("--data", args.data, "--out", banks)
         once(engine, "synthesize", *where, "--engine", engine, "--hours", str(hours), *options)
+    once("accents", "accents", "--out", banks)
     once("vocabulary", "vocabulary", "--banks", banks, "--out", tekken)
     once("manifests", "manifests", "--banks", banks, "--out", evaluation)
     manifest = evaluation / "all.jsonl"

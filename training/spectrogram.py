@@ -16,8 +16,13 @@ from training.clip_bank import Samples
 
 Spectrogram = npt.NDArray[np.float32]
 
-# Frequencies above this share of the band are squeezed or spread, so that both ends stay in place.
-_WARP_KNEE = 0.6
+# A warp is a factor for each of these frequencies: what lies at f is heard at f * factor, and in
+# between by interpolation. Equal factors change the length of the vocal tract; unequal ones move
+# the formants against each other, as accents and other throats do.
+WARP_KNOTS_HZ = (0.0, 600.0, 1200.0, 2000.0, 3200.0, 5000.0, 8000.0)
+Warp = tuple[float, ...]
+NO_WARP: Warp = (1.0,) * len(WARP_KNOTS_HZ)
+
 _POWER_FLOOR = 1e-10
 
 
@@ -32,20 +37,19 @@ def _slaney_mel_to_hz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp(log_step * (mel - 15)))
 
 
-def mel_filters(audio: AudioConfig, warp: float = 1.0) -> Spectrogram:
+def mel_filters(audio: AudioConfig, warp: Warp = NO_WARP) -> Spectrogram:
     """Return the mel filters as a (bins, mels) matrix.
 
     Args:
         audio: sizes of the spectrogram.
-        warp: what lies at f is heard as f * warp (up to the knee); above 1 the speaker's vocal
-            tract seems shorter.
+        warp: factors at `WARP_KNOTS_HZ`.
     """
     nyquist = audio.sampling_rate_hz / 2
     num_bins = audio.window_samples // 2 + 1
     hz = np.linspace(0, nyquist, num_bins)
-    knee = _WARP_KNEE * nyquist / max(1.0, warp)
-    above = knee * warp + (hz - knee) * (nyquist - knee * warp) / (nyquist - knee)
-    hz = np.where(hz < knee, hz * warp, above)
+    knots = np.array(WARP_KNOTS_HZ)
+    heard = np.minimum(np.maximum.accumulate(knots * np.array(warp)), nyquist)
+    hz = np.interp(hz, knots, heard)
     top = _hz_to_slaney_mel(np.array(nyquist))
     edges = _slaney_mel_to_hz(np.linspace(0, float(top), audio.num_mel_bins + 2))
     width = np.diff(edges)
@@ -66,19 +70,17 @@ class Stretch:
     first_frame: int
     first_sample: float
     tempo: float
-    warp: float
+    warp: Warp
 
 
 class WarpedSpectrogram:
-    """Computes power spectra and log-mel spectrograms; keeps filters for a grid of warps."""
-
-    WARP_STEP = 0.02
+    """Computes power spectra and log-mel spectrograms."""
 
     def __init__(self, audio: AudioConfig) -> None:
         self._audio = audio
         size = audio.window_samples
         self._window = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)).astype(np.float32)
-        self._filters: dict[int, torch.Tensor] = {}
+        self._plain_filters = torch.from_numpy(mel_filters(audio))
 
     def power(self, samples: Samples, num_frames: int, stretches: list[Stretch]) -> Spectrogram:
         """Return the (num_frames, bins) power spectra of `samples`, zeros around them.
@@ -99,14 +101,14 @@ class WarpedSpectrogram:
         frames = np.lib.stride_tricks.sliding_window_view(padded, size)[starts]
         # torch, not numpy: its products keep to the one thread that data workers are given.
         spectrum = torch.fft.rfft(torch.from_numpy(frames * self._window))
-        power: Spectrogram = torch.view_as_real(spectrum).square().sum(-1).numpy()
+        power: Spectrogram = (spectrum.real.square() + spectrum.imag.square()).numpy()
         return power
 
     def log_mel(self, power: Spectrogram, stretches: list[Stretch]) -> Spectrogram:
         """Return the (frames, mels) input of the model for (frames, bins) power spectra."""
         mel = np.empty((len(power), self._audio.num_mel_bins), dtype=np.float32)
         first = stretches[0].first_frame if stretches else len(power)
-        mel[:first] = self._filtered(power[:first], 1.0)
+        mel[:first] = self._filtered(power[:first], NO_WARP)
         for stretch, end in self._with_ends(stretches, len(power)):
             frames = slice(stretch.first_frame, end)
             mel[frames] = self._filtered(power[frames], stretch.warp)
@@ -120,10 +122,9 @@ class WarpedSpectrogram:
         ends = [stretch.first_frame for stretch in stretches[1:]] + [num_frames]
         return list(zip(stretches, ends, strict=True))
 
-    def _filtered(self, power: Spectrogram, warp: float) -> Spectrogram:
-        step = round(warp / self.WARP_STEP)
-        if step not in self._filters:
-            filters = mel_filters(self._audio, step * self.WARP_STEP)
-            self._filters[step] = torch.from_numpy(filters)
-        mel: Spectrogram = (torch.from_numpy(power) @ self._filters[step]).numpy()
+    def _filtered(self, power: Spectrogram, warp: Warp) -> Spectrogram:
+        filters = self._plain_filters
+        if warp != NO_WARP:
+            filters = torch.from_numpy(mel_filters(self._audio, warp))
+        mel: Spectrogram = (torch.from_numpy(power) @ filters).numpy()
         return mel
