@@ -36,7 +36,7 @@ let phase = "idle";
 let serverState = "checking";
 let key = "";
 let file = null; // {name, audio: AudioBuffer}
-let run = null; // {source, session, sentS, lastChunkMs, startedMs}
+let run = null; // {source, session, numSamples, lastChunkMs, startedMs}
 
 // ------------------------------------------------------------------ what is shown
 
@@ -95,16 +95,26 @@ function showDelay() {
   $("delay").setAttribute("aria-valuetext", text);
 }
 
+// How much audio there has been, in seconds.
+function sentS() {
+  return run.numSamples / run.source.rateHz;
+}
+
 function showStats() {
   $("stat-words").textContent = transcript.numWords;
-  $("stat-audio").textContent = clock(run.sentS);
+  $("stat-audio").textContent = clock(sentS());
   if (run.source.isLive) {
     const { latencyS } = transcript;
     $("stat-latency").textContent = Number.isNaN(latencyS) ? "–" : `${latencyS.toFixed(2)} s`;
   } else {
     const seconds = (performance.now() - run.startedMs) / 1000;
-    $("stat-latency").textContent = `${(run.sentS / seconds).toFixed(1)}×`;
+    $("stat-latency").textContent = `${(sentS() / seconds).toFixed(1)}×`;
   }
+}
+
+function levelText(rms) {
+  const level = Math.round(decibels(rms));
+  return level > -90 ? `${level} dB`.replace("-", "\u2212") : "silent";
 }
 
 function isAtEnd(box) {
@@ -160,7 +170,8 @@ async function start() {
     session = await RealtimeSession.open({
       rateHz: source.rateHz, delayMs: delayMs(), key, onText: takeText, onEnd: end,
     });
-    run = { source, session, sentS: 0, lastChunkMs: performance.now(), startedMs: performance.now() };
+    const now = performance.now();
+    run = { source, session, numSamples: 0, lastChunkMs: now, startedMs: now };
     transcript.clear();
     meter.clear();
     $("stat-latency-name").textContent = source.isLive ? "Latency" : "Speed";
@@ -179,17 +190,17 @@ async function start() {
 
 function takeChunk({ pcm, peak, rms }) {
   run.session.append(pcm);
-  run.sentS += pcm.length / run.source.rateHz;
+  run.numSamples += pcm.length;
   run.lastChunkMs = performance.now();
   meter.push(peak);
-  $("stat-level").textContent = rms > 1e-5 ? `${Math.round(decibels(rms))} dB` : "silent";
-  $("stat-audio").textContent = clock(run.sentS);
+  $("stat-level").textContent = levelText(rms);
+  $("stat-audio").textContent = clock(sentS());
 }
 
 function takeText(event) {
   const box = $("transcript");
   const follows = isAtEnd(box);
-  const audioS = run.sentS + (performance.now() - run.lastChunkMs) / 1000;
+  const audioS = sentS() + (performance.now() - run.lastChunkMs) / 1000;
   transcript.take(event, audioS);
   showStats();
   showTranscriptState();
@@ -203,7 +214,6 @@ function stop() {
 
 // The audio has ended; the last words are to come.
 function finish() {
-  if (run === null) return;
   showPhase("finishing");
   run.session.finish();
 }

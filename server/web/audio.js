@@ -1,6 +1,7 @@
 // Where audio comes from: the microphone, a file as it is played, a file at once.
 // Each source calls `onChunk({pcm: Int16Array, peak, rms})` for every 40 ms and `onEnd()` after the
-// last one. `start` resolves once it runs; `stop` makes it end early.
+// last one. `open` may ask the user; `start` begins; `stop` ends early, and the rest still comes;
+// `close` lets go of everything, and nothing comes any more.
 
 export const FILE_RATE_HZ = 16_000;
 const CHUNK_S = 0.04;
@@ -34,18 +35,16 @@ class Recorder {
   }
 
   listen({ onChunk, onEnd }) {
-    this.node.port.onmessage = ({ data }) => {
-      if (data.isLast) {
-        this.context.close();
-        onEnd();
-      } else {
-        onChunk(data);
-      }
-    };
+    this.node.port.onmessage = ({ data }) => (data.isLast ? onEnd() : onChunk(data));
   }
 
   flush() {
     this.node.port.postMessage("flush");
+  }
+
+  close() {
+    this.node.port.onmessage = null;
+    this.context.close();
   }
 }
 
@@ -60,10 +59,12 @@ export class MicrophoneSource {
     } catch (error) {
       if (error.name !== "NotSupportedError") throw error;
       // Firefox records only at the device's own rate.
-      const own = new AudioContext();
-      const context = RATES_HZ.includes(own.sampleRate)
-        ? own
-        : new AudioContext({ sampleRate: MAX_RATE_HZ });
+      await this.context.close();
+      let context = new AudioContext();
+      if (!RATES_HZ.includes(context.sampleRate)) {
+        await context.close();
+        context = new AudioContext({ sampleRate: MAX_RATE_HZ });
+      }
       await this.connect(context);
     }
     this.rateHz = this.context.sampleRate;
@@ -84,11 +85,17 @@ export class MicrophoneSource {
   }
 
   stop() {
-    this.close();
+    this.release();
     this.recorder.flush();
   }
 
   close() {
+    this.release();
+    this.recorder?.close();
+  }
+
+  // Let go of the device; the browser then stops showing that it listens.
+  release() {
     for (const track of this.stream?.getTracks() ?? []) track.stop();
   }
 }
@@ -173,7 +180,7 @@ export class PlayedFileSource {
   }
 
   close() {
-    this.context?.close();
+    this.recorder?.close();
   }
 }
 
@@ -191,17 +198,18 @@ export class WholeFileSource {
   async open() {}
 
   async start(listener) {
-    this.run(listener);
+    this.listener = listener;
+    this.run();
   }
 
-  async run({ onChunk, onEnd }) {
+  async run() {
     const samples = mixToMono(this.audio);
     const chunkSamples = FILE_RATE_HZ * CHUNK_S;
     for (let start = 0; start < samples.length && !this.isStopped; start += chunkSamples) {
       await this.hasRoom();
-      onChunk(measure(samples.subarray(start, start + chunkSamples)));
+      this.listener?.onChunk(measure(samples.subarray(start, start + chunkSamples)));
     }
-    onEnd();
+    this.listener?.onEnd();
   }
 
   stop() {
@@ -209,7 +217,8 @@ export class WholeFileSource {
   }
 
   close() {
-    this.stop();
+    this.isStopped = true;
+    this.listener = null;
   }
 }
 

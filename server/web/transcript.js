@@ -148,7 +148,7 @@ function wordElement({ text, start, end }) {
   const word = element("span", "word", text);
   if (end !== undefined) {
     word.title = `${start.toFixed(2)} to ${end.toFixed(2)} s`;
-    word.dataset.end = end.toFixed(1);
+    word.dataset.start = start.toFixed(1);
   }
   return word;
 }
