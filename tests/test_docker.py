@@ -30,7 +30,7 @@ from tests.checkpoints import write_checkpoint
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
 PORT = "8000"
-IMAGE_FOLDERS = ("/opt/voxlite", "/app", "/models", "/tmp")
+IMAGE_FOLDERS = ("/opt/voxlite", "/src", "/models", "/tmp")
 INSTALL_TIMEOUT_S = 1200
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 5
@@ -227,7 +227,8 @@ def test_the_image_installs_serves_is_healthy_and_stops(
     for stage in stages:
         for step in stage.steps:
             container.carry_out(step)
-    model = tmp_path / "app" / "models" / "demo"
+    [package] = tmp_path.glob("opt/voxlite/lib/*/site-packages/server")
+    model = package.parent / "models" / "demo"
     if not (model / "params.json").exists():
         write_checkpoint(model)
     port = free_port()

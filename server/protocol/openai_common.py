@@ -130,7 +130,8 @@ class OpenAIProtocol(ABC):
     def _delta(self, event: Delta) -> Iterable[str]:
         # The model's first word carries a space that OpenAI's transcripts don't have.
         text = event.text.lstrip() if event.is_first else event.text
-        if not text:
+        # A word is complete, and has its times, only after its last letters.
+        if not text and not event.words:
             return
         fields: dict[str, object] = {}
         if event.logprobs is not None:

@@ -131,7 +131,7 @@ class VllmProtocol:
                     timestamp_granularities=["word"] * config.has_words
                     + ["segment"] * config.has_segments,
                 )
-            case Delta():
+            case Delta() if event.text:
                 logprobs = (
                     {} if event.logprobs is None else {"logprobs": logprobs_json(event.logprobs)}
                 )

@@ -151,6 +151,15 @@ def test_white_space_before_the_first_word_is_vllms_alone() -> None:
     ]
 
 
+def test_times_that_come_after_the_letters_are_sent_where_deltas_have_times() -> None:
+    word = Word(text=" hello", start_s=0.4, end_s=0.8)
+    times = Delta(item_id="i", text="", is_first=False, logprobs=None, words=(word,))
+    [delta] = written(OpenAIGAProtocol(OFFER, new_id_from(ids())), times)
+    assert delta["delta"] == ""
+    assert delta["words"] == [{"word": "hello", "start": 0.4, "end": 0.8}]
+    assert written(VllmProtocol(OFFER), times) == []
+
+
 def test_text_in_any_script_survives() -> None:
     text = " 你好 नमस्ते مرحبا 👩‍👩‍👧 é"
     event = Completed(
