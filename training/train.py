@@ -11,7 +11,7 @@ killed run goes on from `last.pt` when the same command is given again; other op
 differ, so a run can be made longer or given other data on the way.
 
 The learning rate rises for `--warmup` steps, stays, and falls to zero over the last `--cooldown`
-share of the steps.
+share of the steps, or of the time where `--minutes` ends the run earlier.
 """
 
 import argparse
@@ -68,12 +68,26 @@ def losses(model: TrainingModel, batch: Batch, audio: AudioConfig) -> dict[str, 
     }
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate at `step`: it rises, stays, and falls to zero."""
-    rising = (step + 1) / args.warmup
-    falling = (args.steps - step) / max(1.0, args.cooldown * args.steps)
-    factor: float = max(0.0, min(1.0, rising, falling))
-    return factor * float(args.learning_rate)
+class Schedule:
+    """The learning rate: it rises, stays, and falls to zero where the run ends."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._started_at = time.monotonic()
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate at `step`, the same in all processes; 0 when the run is over."""
+        left = 1 - step / self._args.steps
+        if self._args.minutes:
+            elapsed_s = time.monotonic() - self._started_at
+            left = min(left, 1 - elapsed_s / (60 * self._args.minutes))
+        rising = (step + 1) / self._args.warmup
+        factor = max(0.0, min(1.0, rising, left / self._args.cooldown))
+        rate = torch.tensor(self._args.learning_rate * factor)
+        if dist.is_initialized():
+            # Clocks differ between processes; the first one's counts.
+            dist.broadcast(rate, src=0)
+        return rate.item()
 
 
 class Trainer:
@@ -168,6 +182,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="working folder")
     parser.add_argument("--name", default="run", help="name of the run's folder in it")
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--minutes", type=float, help="end earlier, after this time")
     parser.add_argument("--warmup", type=int, default=60)
     parser.add_argument("--cooldown", type=float, default=0.3)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -212,11 +227,13 @@ def main() -> None:
         # After a resume the stream must not repeat what was already seen.
         seed=(args.seed, rank, trainer.step),
     )
+    schedule = Schedule(args)
     if rank > 0:
         for batch in batches(stream, num_workers=1):
-            if trainer.step >= args.steps:
+            rate = schedule.learning_rate(trainer.step)
+            if rate == 0.0:
                 return
-            trainer.update(batch, learning_rate(trainer.step, args))
+            trainer.update(batch, rate)
     quick_evaluation = (
         QuickEvaluation(args.manifest, tekken, args.clips_per_set) if args.manifest else None
     )
@@ -228,9 +245,9 @@ def main() -> None:
         tqdm(total=args.steps, initial=trainer.step, desc="train", mininterval=5) as progress,
     ):
         for batch in batches(stream, num_workers=1):
-            if trainer.step >= args.steps:
+            rate = schedule.learning_rate(trainer.step)
+            if rate == 0.0:
                 break
-            rate = learning_rate(trainer.step, args)
             for name, value in trainer.update(batch, rate).items():
                 sums[name] += value / REPORT_EVERY
             progress.update()
