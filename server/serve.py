@@ -123,7 +123,7 @@ def serve_command(
         float | None, _flag("Longest session, in seconds; 0: no limit.", 0)
     ] = None,
     max_buffered_seconds: Annotated[
-        float | None, _flag("Audio that a session may have waiting, in seconds.", 60)
+        float | None, _flag("Audio that a session may have waiting, in seconds.", 300)
     ] = None,
     max_upload_mib: Annotated[
         int | None, _flag("Largest file for /v1/audio/transcriptions, in MiB.", 1024)

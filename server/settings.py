@@ -47,10 +47,11 @@ class ServerSettings(BaseSettings):
 
     idle_timeout: _Seconds = 120.0
     max_session_seconds: _Seconds = 0.0
-    max_buffered_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
+    # Files are often sent at once: what fits is taken at once, 19 MB per session.
+    max_buffered_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 300.0
     max_upload_mib: Annotated[int, Field(ge=1)] = 1024
-    # How long an append waits for an engine that makes no progress, before it is refused.
-    max_append_wait: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    # How long an append waits for room, before it is refused.
+    max_append_wait: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0
     # How long a message may take to be sent to a client that doesn't read.
     max_send_wait: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
 

@@ -100,6 +100,7 @@ class TranscriptionSession:
         # One command at a time; the engine's events come in between.
         self._lock = asyncio.Lock()
         self._progress = asyncio.Event()
+        self._room_deadline_s = 0.0
         self._has_ended = False
         self._stall_timer: asyncio.TimerHandle | None = None
         self._stall_task: asyncio.Task[None] | None = None
@@ -123,9 +124,10 @@ class TranscriptionSession:
 
         Raises:
             InvalidInput: it isn't finite; the part from there on was refused.
-            Overloaded: the engine made no progress while this waited; so was the rest.
+            Overloaded: there was no room for it in time; so was the rest.
         """
         async with self._lock:
+            self._set_room_deadline()
             if data:
                 self.last_activity_s = self._loop.time()
             position = self._position
@@ -145,6 +147,7 @@ class TranscriptionSession:
     async def commit(self) -> None:
         """End the utterance. Without audio since the last one, its text is empty."""
         async with self._lock:
+            self._set_room_deadline()
             await self._take_audio(self._decoder.flush())
             if self._gate is not None:
                 await self._feed(self._gate.held.start, self._gate.held.take_until(self._position))
@@ -177,6 +180,7 @@ class TranscriptionSession:
     async def configure(self, config: SessionConfig) -> None:
         """Change the configuration. The delay and log probabilities hold from the next item on."""
         async with self._lock:
+            self._set_room_deadline()
             if config.audio_format != self.config.audio_format:
                 await self._take_audio(self._decoder.flush())
                 self._decoder = AudioDecoder(config.audio_format)
@@ -273,6 +277,7 @@ class TranscriptionSession:
             gate = self._gate
             if gate is None or not gate.detector.is_speaking or self._position != position:
                 return
+            self._set_room_deadline()
             try:
                 await self._feed(gate.held.start, gate.held.take_until(position))
                 self._end_turn(position)
@@ -311,9 +316,13 @@ class TranscriptionSession:
                 self._num_fed_samples += len(samples)
                 return
 
+    def _set_room_deadline(self) -> None:
+        self._room_deadline_s = self._loop.time() + self._services.max_append_wait_s
+
     async def _wait_for_progress(self) -> bool:
+        """Wait until the engine has done a step, which makes room; False once it is too late."""
         try:
-            async with asyncio.timeout(self._services.max_append_wait_s):
+            async with asyncio.timeout_at(self._room_deadline_s):
                 await self._progress.wait()
         except TimeoutError:
             return False
