@@ -22,6 +22,7 @@ from server.http.errors import add_error_handlers
 from server.metrics import Metrics
 from server.services import Services
 from server.settings import ServerSettings
+from server.transcription_session import SessionServices
 from server.voice_activity import SileroModel, VoiceModel
 from server.warm_up import log_speed
 
@@ -43,26 +44,32 @@ def create_app(
         on_failure: called if the model can't be loaded.
     """
     metrics = Metrics()
+    engine = AsyncEngine(load_engine or _engine_loader(settings, metrics))
+    # One thread: a window of 32 ms takes it some 0.2 ms.
+    voice_executor = ThreadPoolExecutor(1, thread_name_prefix="voice")
     services = Services(
         settings=settings,
-        engine=AsyncEngine(load_engine or _engine_loader(settings, metrics)),
+        engine=engine,
         metrics=metrics,
         client_secrets=ClientSecrets(),
-        voice_model=voice_model or SileroModel(),
-        # One thread: a window of 32 ms takes it some 0.2 ms.
-        voice_executor=ThreadPoolExecutor(1, thread_name_prefix="voice"),
+        session_services=SessionServices(
+            engine=engine,
+            voice_model=voice_model or SileroModel(),
+            voice_executor=voice_executor,
+            max_append_wait_s=settings.max_append_wait,
+        ),
         started_s=int(time.time()),
     )
     metrics.watch_engine(
-        services.engine.stats, lambda: [session.lag_s for session in tuple(services.sessions)]
+        engine.stats, lambda: [session.lag_s for session in tuple(services.sessions)]
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services.engine.start(on_failure or _log_failure)
+        engine.start(on_failure or _log_failure)
         yield
-        await services.engine.stop()
-        services.voice_executor.shutdown()
+        await engine.stop()
+        voice_executor.shutdown()
 
     # No pages of documentation: they would load their scripts from elsewhere.
     app = FastAPI(title="voxlite", openapi_url=None, lifespan=lifespan)

@@ -35,6 +35,7 @@ class Item:
     config: SessionConfig
     is_announced: bool = False
     is_cleared: bool = False
+    has_audio: bool = False
     has_text: bool = False
     num_padding_tokens: int = 0
     text: list[str] = field(default_factory=list)
@@ -58,6 +59,11 @@ class Items:
     def num_committed(self) -> int:
         """Items that wait for the rest of their text."""
         return len(self._items) - (self.open is not None)
+
+    @property
+    def are_waiting_for_text(self) -> bool:
+        """Whether any of them has audio."""
+        return any(item.has_audio for item in self._items.values() if item is not self.open)
 
     @property
     def has_been_committed(self) -> bool:

@@ -27,7 +27,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import InvalidInput, Overloaded, VoxliteError
 from server.errors import fault_of
-from server.metrics import Metrics
 from server.outbox import ClientDoesNotRead, Outbox
 from server.protocol.messages import (
     Append,
@@ -48,8 +47,9 @@ from server.protocol.messages import (
     WireProtocol,
 )
 from server.protocol.wire import check_model, event_id, parse_object
-from server.session_config import ServerOffer, SessionConfig
-from server.transcription_session import SessionServices, TranscriptionSession
+from server.services import Services
+from server.session_config import SessionConfig
+from server.transcription_session import TranscriptionSession
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +93,6 @@ class ConnectionProtocol(WireProtocol, Protocol):
     def initial_config(self) -> SessionConfig: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """What a client may take up. None: no limit."""
-
-    idle_timeout_s: float | None
-    max_session_s: float | None
-    max_send_wait_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why a connection ends, and how: `is_reachable` clients get the rest and a close frame."""
@@ -122,26 +113,18 @@ class RealtimeConnection:
         self,
         websocket: WebSocket,
         protocol: ConnectionProtocol,
-        offer: ServerOffer,
-        services: SessionServices,
-        limits: ConnectionLimits,
-        metrics: Metrics,
-        sessions: set[TranscriptionSession],
+        services: Services,
         initial_update: Mapping[str, Any] | None = None,
     ) -> None:
         """Take a connection that is not accepted yet.
 
         Args:
-            sessions: all sessions of the server; this one's is in it while it is open.
             initial_update: a message to begin with, which isn't answered.
         """
         self._websocket = websocket
         self._protocol = protocol
-        self._offer = offer
         self._services = services
-        self._limits = limits
-        self._metrics = metrics
-        self._sessions = sessions
+        self._metrics = services.metrics
         self._initial_update = initial_update
         self._state = State.OPENING
         self._session_id = secrets.token_hex(12)
@@ -180,7 +163,7 @@ class RealtimeConnection:
         except VoxliteError as err:
             self._metrics.refusals.labels(reason=fault_of(err).code).inc()
             return Ending(CloseCode.TRY_AGAIN_LATER, ErrorEvent(fault_of(err), str(err)))
-        self._sessions.add(session)
+        self._services.sessions.add(session)
         self._move_to(State.OPEN)
         logger.info("session %s opened (%d)", self._session_id, session.engine_session_id)
         tasks = [
@@ -204,18 +187,20 @@ class RealtimeConnection:
         finally:
             await _cancel(tasks)
             session.close()
-            self._sessions.discard(session)
+            self._services.sessions.discard(session)
             logger.info("session %s ended", self._session_id)
 
     def _open_session(self, model: str | None) -> TranscriptionSession:
         if model:
-            check_model(model, self._offer)
+            check_model(model, self._services.offer())
         config = self._protocol.initial_config()
         if self._initial_update is not None:
             command = self._protocol.receive(self._initial_update, config)
             assert isinstance(command, Configure)
             config = command.config
-        return TranscriptionSession(self._services, config, self._emit, self._on_engine_end)
+        return TranscriptionSession(
+            self._services.session_services, config, self._emit, self._on_engine_end
+        )
 
     async def _read(self, session: TranscriptionSession) -> None:
         """Carry out the client's messages, one after the other."""
@@ -278,7 +263,7 @@ class RealtimeConnection:
                 case Nothing():
                     pass
         except Overloaded as err:
-            self._refuse(ErrorEvent(Fault.BUFFER_FULL, f"audio refused: {err}", "audio", id_))
+            self._refuse(ErrorEvent(Fault.BUFFER_FULL, f"refused: {err}", None, id_))
         except InvalidInput as err:
             self._refuse(ErrorEvent(Fault.INVALID_AUDIO, f"Invalid audio data: {err}", None, id_))
         except VoxliteError as err:
@@ -288,13 +273,15 @@ class RealtimeConnection:
     async def _watch(self, session: TranscriptionSession) -> None:
         """End a session that has become too old, or that nobody uses."""
         loop = asyncio.get_running_loop()
-        max_s, idle_s = self._limits.max_session_s, self._limits.idle_timeout_s
-        expires_s = inf if max_s is None else loop.time() + max_s
+        # Settings of 0 mean: no limit.
+        max_s = self._services.settings.max_session_seconds or inf
+        idle_s = self._services.settings.idle_timeout or inf
+        expires_s = loop.time() + max_s
         while True:
             now_s = loop.time()
             # A client that waits for text isn't idle.
             active_s = now_s if session.is_waiting_for_text else session.last_activity_s
-            idle_until_s = inf if idle_s is None else active_s + idle_s
+            idle_until_s = active_s + idle_s
             if now_s >= expires_s:
                 message = f"the session has lasted {max_s:g} s, the server's limit"
                 return self._end_at_limit(Fault.SESSION_EXPIRED, message)
@@ -339,7 +326,9 @@ class RealtimeConnection:
     async def _write(self) -> None:
         """Send what is queued, as fast as the client reads."""
         try:
-            await self._outbox.send_all(self._websocket.send_text, self._limits.max_send_wait_s)
+            await self._outbox.send_all(
+                self._websocket.send_text, self._services.settings.max_send_wait
+            )
         except ClientDoesNotRead as err:
             self._give_up(err)
         except (WebSocketDisconnect, RuntimeError):
@@ -365,7 +354,7 @@ class RealtimeConnection:
             return
         reason = "" if ending.error is None else _close_reason(ending.error.message)
         with suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
-            async with asyncio.timeout(self._limits.max_send_wait_s):
+            async with asyncio.timeout(self._services.settings.max_send_wait):
                 await self._outbox.wait_until_empty()
                 await self._websocket.close(ending.code.value, reason)
 

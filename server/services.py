@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
@@ -13,8 +12,7 @@ from server.auth import ClientSecrets
 from server.metrics import Metrics
 from server.session_config import ServerOffer
 from server.settings import ServerSettings
-from server.transcription_session import TranscriptionSession
-from server.voice_activity import VoiceModel
+from server.transcription_session import SessionServices, TranscriptionSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +23,7 @@ class Services:
     engine: AsyncEngine
     metrics: Metrics
     client_secrets: ClientSecrets
-    voice_model: VoiceModel
-    voice_executor: Executor
+    session_services: SessionServices
     started_s: int
     sessions: set[TranscriptionSession] = field(default_factory=set)
 

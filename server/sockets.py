@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +11,11 @@ from starlette.websockets import WebSocket
 from server.auth import SUBPROTOCOL, key_in
 from server.protocol.mistral import MistralProtocol
 from server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
-from server.realtime import ConnectionLimits, ConnectionProtocol, RealtimeConnection
+from server.realtime import ConnectionProtocol, RealtimeConnection
 from server.services import Services, services_of
-from server.transcription_session import SessionServices
+from server.transcription_session import new_id
 
 router = APIRouter()
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(10)}"
 
 
 @router.websocket("/v1/realtime")
@@ -32,7 +27,7 @@ async def realtime(websocket: WebSocket) -> None:
     update = _update_of_secret(services, key_in(websocket.headers, subprotocols))
     if update is not None:
         hint = Dialect.OPENAI
-    protocol = NegotiatedProtocol(services.offer(), _new_id, hint)
+    protocol = NegotiatedProtocol(services.offer(), new_id, hint)
     subprotocol = SUBPROTOCOL if SUBPROTOCOL in subprotocols else None
     await _serve(websocket, services, protocol, subprotocol, update)
 
@@ -59,25 +54,5 @@ async def _serve(
     subprotocol: str | None,
     update: Mapping[str, Any] | None,
 ) -> None:
-    settings = services.settings
-    connection = RealtimeConnection(
-        websocket,
-        protocol,
-        services.offer(),
-        SessionServices(
-            engine=services.engine,
-            voice_model=services.voice_model,
-            voice_executor=services.voice_executor,
-            new_id=_new_id,
-            max_append_wait_s=settings.max_append_wait,
-        ),
-        ConnectionLimits(
-            idle_timeout_s=settings.idle_timeout or None,
-            max_session_s=settings.max_session_seconds or None,
-            max_send_wait_s=settings.max_send_wait,
-        ),
-        services.metrics,
-        services.sessions,
-        update,
-    )
+    connection = RealtimeConnection(websocket, protocol, services, update)
     await connection.run(websocket.query_params.get("model"), subprotocol)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from engine.errors import EngineFailure, Overloaded, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from server.async_engine import AsyncEngine
 from server.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
+from server.engine_feed import EngineFeed
 from server.errors import fault_of
 from server.held_audio import HeldAudio
 from server.items import Item, Items
 from server.protocol.messages import (
     Cleared,
     IdleTimeout,
-    NewId,
     SessionEvent,
     SpeechStarted,
     SpeechStopped,
@@ -38,6 +39,7 @@ from server.voice_activity import VoiceModel, VoiceStream
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITING_ITEMS: Final = 256
 # A client that falls silent by sending nothing has ended its turn this much later than one that
 # goes on sending silence.
 _STALL_S: Final = 1.0
@@ -52,7 +54,6 @@ class SessionServices:
     engine: AsyncEngine
     voice_model: VoiceModel
     voice_executor: Executor
-    new_id: NewId
     max_append_wait_s: float
 
 
@@ -91,16 +92,15 @@ class TranscriptionSession:
         self._loop = asyncio.get_running_loop()
         self._engine_session = services.engine.open(_options(config), self._take_event)
         engine = services.engine.ready
-        self._items = Items(services.new_id, engine.tokenizer.token_bytes)
+        self._items = Items(new_id, engine.tokenizer.token_bytes)
         self._token_ms = engine.model_config.audio.token_ms
         self._decoder = AudioDecoder(config.audio_format)
         self._gate: _Gate | None = None
         self._position = 0  # samples at 16 kHz that the client has appended
-        self._num_fed_samples = 0  # of those, what the engine was given
+        self._engine_feed = EngineFeed(self._engine_session)
         # One command at a time; the engine's events come in between.
         self._lock = asyncio.Lock()
-        self._progress = asyncio.Event()
-        self._room_deadline_s = 0.0
+        self._has_news = asyncio.Event()
         self._has_ended = False
         self._stall_timer: asyncio.TimerHandle | None = None
         self._stall_task: asyncio.Task[None] | None = None
@@ -117,7 +117,8 @@ class TranscriptionSession:
 
     @property
     def is_waiting_for_text(self) -> bool:
-        return self._items.num_committed > 0 and not self._has_ended
+        """Whether text of committed audio is still to come."""
+        return self._items.are_waiting_for_text and not self._has_ended
 
     async def append(self, data: bytes) -> float:
         """Take audio. Waits while the engine has no room for more; returns its length in seconds.
@@ -127,7 +128,7 @@ class TranscriptionSession:
             Overloaded: there was no room for it in time; so was the rest.
         """
         async with self._lock:
-            self._set_room_deadline()
+            self._engine_feed.set_deadline(self._services.max_append_wait_s)
             if data:
                 self.last_activity_s = self._loop.time()
             position = self._position
@@ -145,9 +146,14 @@ class TranscriptionSession:
             return (self._position - position) / SAMPLE_RATE_HZ
 
     async def commit(self) -> None:
-        """End the utterance. Without audio since the last one, its text is empty."""
+        """End the utterance. Without audio since the last one, its text is empty.
+
+        Raises:
+            Overloaded: too many utterances are waiting for their text.
+        """
         async with self._lock:
-            self._set_room_deadline()
+            self._engine_feed.set_deadline(self._services.max_append_wait_s)
+            await self._wait_for_fewer_items()
             await self._take_audio(self._decoder.flush())
             if self._gate is not None:
                 await self._feed(self._gate.held.start, self._gate.held.take_until(self._position))
@@ -162,9 +168,9 @@ class TranscriptionSession:
         """End the open utterance, if there is one, and wait for all text."""
         if self._items.open is not None or is_forced:
             await self.commit()
-        while self.is_waiting_for_text:
-            self._progress.clear()
-            await self._progress.wait()
+        while self._items.num_committed > 0 and not self._has_ended:
+            self._has_news.clear()
+            await self._has_news.wait()
 
     async def clear(self) -> None:
         """Forget the audio that isn't committed."""
@@ -180,7 +186,7 @@ class TranscriptionSession:
     async def configure(self, config: SessionConfig) -> None:
         """Change the configuration. The delay and log probabilities hold from the next item on."""
         async with self._lock:
-            self._set_room_deadline()
+            self._engine_feed.set_deadline(self._services.max_append_wait_s)
             if config.audio_format != self.config.audio_format:
                 await self._take_audio(self._decoder.flush())
                 self._decoder = AudioDecoder(config.audio_format)
@@ -193,7 +199,7 @@ class TranscriptionSession:
     def close(self) -> None:
         """End now; no event comes after this."""
         self._has_ended = True
-        self._progress.set()
+        self._has_news.set()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         self._engine_session.close()
@@ -277,7 +283,7 @@ class TranscriptionSession:
             gate = self._gate
             if gate is None or not gate.detector.is_speaking or self._position != position:
                 return
-            self._set_room_deadline()
+            self._engine_feed.set_deadline(self._services.max_append_wait_s)
             try:
                 await self._feed(gate.held.start, gate.held.take_until(position))
                 self._end_turn(position)
@@ -286,7 +292,7 @@ class TranscriptionSession:
                 logger.warning("session %d: turn not ended: %s", self.engine_session_id, err)
 
     def _begin_item(self, position: int) -> Item:
-        clock_shift_s = (position - self._num_fed_samples) / SAMPLE_RATE_HZ
+        clock_shift_s = (position - self._engine_feed.num_samples) / SAMPLE_RATE_HZ
         return self._items.begin(clock_shift_s, self.config)
 
     def _commit_item(self) -> None:
@@ -295,38 +301,22 @@ class TranscriptionSession:
         self._engine_session.commit()
         self._emit_all(self._items.commit())
 
+    async def _wait_for_fewer_items(self) -> None:
+        while (num_items := self._items.num_committed) >= _MAX_WAITING_ITEMS:
+            if not await self._engine_feed.wait_for_progress():
+                raise Overloaded(
+                    f"{num_items} utterances are waiting for their text, the most at once"
+                )
+
     async def _feed(self, position: int, samples: Samples) -> None:
         """Give the engine samples of the open item, which begins here if there is none."""
         if len(samples) == 0:
             return
         if self._items.open is None:
             self._begin_item(position)
-        for start in range(0, len(samples), SAMPLE_RATE_HZ):
-            await self._feed_piece(samples[start : start + SAMPLE_RATE_HZ])
-
-    async def _feed_piece(self, samples: Samples) -> None:
-        while True:
-            self._progress.clear()
-            try:
-                self._engine_session.append(samples)
-            except Overloaded:
-                if not await self._wait_for_progress():
-                    raise
-            else:
-                self._num_fed_samples += len(samples)
-                return
-
-    def _set_room_deadline(self) -> None:
-        self._room_deadline_s = self._loop.time() + self._services.max_append_wait_s
-
-    async def _wait_for_progress(self) -> bool:
-        """Wait until the engine has done a step, which makes room; False once it is too late."""
-        try:
-            async with asyncio.timeout_at(self._room_deadline_s):
-                await self._progress.wait()
-        except TimeoutError:
-            return False
-        return True
+        assert self._items.open is not None
+        self._items.open.has_audio = True
+        await self._engine_feed.append(samples)
 
     def _take_event(self, event: Event) -> None:
         """Take what the engine says, on the event loop."""
@@ -339,7 +329,8 @@ class TranscriptionSession:
             logger.exception("session %d failed", self.engine_session_id)
             self.close()
             self._on_end(EngineFailure("internal error; the log has more"))
-        self._progress.set()
+        self._has_news.set()
+        self._engine_feed.note_progress()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -357,6 +348,11 @@ class TranscriptionSession:
     def _emit_all(self, events: Iterable[SessionEvent]) -> None:
         for event in events:
             self._emit(event)
+
+
+def new_id(prefix: str) -> str:
+    """Make an identifier that wasn't given before."""
+    return f"{prefix}_{secrets.token_hex(10)}"
 
 
 def _options(config: SessionConfig) -> SessionOptions:

@@ -10,14 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.audio.audio_file import read_audio
 from engine.config import SessionOptions
-from engine.errors import EngineFailure, Overloaded, VoxliteError
+from engine.errors import EngineFailure, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from server.async_engine import AsyncEngine
+from server.engine_feed import EngineFeed
 
 
 class FileTranscription:
@@ -30,14 +28,14 @@ class FileTranscription:
             InvalidInput, Overloaded, EngineFailure: as `AsyncEngine.open`.
         """
         self._events: asyncio.Queue[Event | VoxliteError] = asyncio.Queue()
-        self._progress = asyncio.Event()
         self._session = engine.open(options, self._events.put_nowait)
-        self._feeder: asyncio.Task[None] | None = None
+        self._feed = EngineFeed(self._session)
+        self._reader: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Give the seat back. What was still to come is dropped."""
-        if self._feeder is not None:
-            self._feeder.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
         self._session.close()
 
     async def run(self, file: BinaryIO) -> AsyncIterator[TextDelta | UtteranceDone]:
@@ -47,10 +45,10 @@ class FileTranscription:
             InvalidInput: the file isn't audio or is damaged.
             EngineFailure: the session has failed.
         """
-        self._feeder = asyncio.create_task(self._feed(file))
+        self._reader = asyncio.create_task(self._read(file))
         while True:
             event = await self._events.get()
-            self._progress.set()
+            self._feed.note_progress()
             match event:
                 case TextDelta():
                     yield event
@@ -62,21 +60,13 @@ class FileTranscription:
                 case VoxliteError():
                     raise event
 
-    async def _feed(self, file: BinaryIO) -> None:
+    async def _read(self, file: BinaryIO) -> None:
         try:
             blocks = await asyncio.to_thread(read_audio, file)
             while (block := await asyncio.to_thread(next, blocks, None)) is not None:
-                await self._append(block)
+                await self._feed.append(block)
             self._session.commit()
         except VoxliteError as err:
             self._events.put_nowait(err)
         except Exception as err:
             self._events.put_nowait(EngineFailure(f"the file can't be read: {err!r}"))
-
-    async def _append(self, block: NDArray[np.float32]) -> None:
-        while True:
-            self._progress.clear()
-            try:
-                return self._session.append(block)
-            except Overloaded:
-                await self._progress.wait()

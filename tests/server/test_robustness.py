@@ -215,6 +215,24 @@ def test_pings_and_empty_commits_do_not_keep_a_session_but_silence_does() -> Non
             assert update(client)["type"] == "session.updated"
 
 
+def test_a_flood_of_commits_is_bounded_and_keeps_nothing_alive() -> None:
+    engine = FakeEngine()
+    with serve(engine, max_append_wait=0.05) as live, live.socket(INTENT) as client:
+        update(client, format=PCM_16)
+        engine.running.clear()
+        for _ in range(300):
+            client.send("input_audio_buffer.commit")
+        error = client.next("error")["error"]
+        assert error["code"] == "buffer_full" and "256 utterances" in error["message"]
+        (session,) = live.services.sessions
+        assert not session.is_waiting_for_text
+        engine.running.set()
+        client.append(pcm16(tone(1)))
+        client.send("input_audio_buffer.commit")
+        live.wait_until(lambda: not session._items.num_committed)
+        update(client)
+
+
 def test_the_last_words_come_before_an_idle_session_ends() -> None:
     with serve(idle_timeout=0.2) as live, live.socket(INTENT) as client:
         update(client, format=PCM_16)
