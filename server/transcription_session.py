@@ -95,8 +95,8 @@ class TranscriptionSession:
         self._items = Items(new_id, engine.tokenizer.token_bytes)
         self._token_ms = engine.model_config.audio.token_ms
         self._decoder = AudioDecoder(config.audio_format)
-        self._gate: _Gate | None = None
         self._position = 0  # samples at 16 kHz that the client has appended
+        self._gate = self._new_gate(config.turn_detection)
         self._engine_feed = EngineFeed(self._engine_session)
         # One command at a time; the engine's events come in between.
         self._lock = asyncio.Lock()
@@ -120,8 +120,8 @@ class TranscriptionSession:
         """Whether text of committed audio is still to come."""
         return self._items.are_waiting_for_text and not self._has_ended
 
-    async def append(self, data: bytes) -> float:
-        """Take audio. Waits while the engine has no room for more; returns its length in seconds.
+    async def append(self, data: bytes) -> None:
+        """Take audio, waiting while the engine has no room for more.
 
         Raises:
             InvalidInput: it isn't finite; the part from there on was refused.
@@ -131,7 +131,6 @@ class TranscriptionSession:
             self._engine_feed.set_deadline(self._services.max_append_wait_s)
             if data:
                 self.last_activity_s = self._loop.time()
-            position = self._position
             piece_bytes = self._decoder.bytes_per_second
             for start in range(0, len(data), piece_bytes):
                 piece = data[start : start + piece_bytes]
@@ -143,7 +142,6 @@ class TranscriptionSession:
                 if start + piece_bytes < len(data):
                     await asyncio.sleep(0)  # a long append must not hold up the others
             self._watch_for_stall()
-            return (self._position - position) / SAMPLE_RATE_HZ
 
     async def commit(self) -> None:
         """End the utterance. Without audio since the last one, its text is empty.

@@ -58,7 +58,7 @@ class _FakeSession:
         self.begin()
 
     def begin(self) -> None:
-        self.audio = np.zeros(0, np.float32)
+        self.audio = np.zeros(0, np.float32)  # from the first token that isn't written
         self.first_sample = self.num_samples
         self.num_written = 0
         self.last_level = 0
@@ -158,27 +158,28 @@ class FakeEngine:
                     self._end(id_, None)
             case Configure(options):
                 session.options = options
-                if not len(session.audio):
+                if session.num_samples == session.first_sample:
                     session.begin()
             case Close():
                 self._end(id_, None)
 
     def _write(self, id_: int, session: _FakeSession, *, is_flushed: bool) -> None:
-        if not len(session.audio):
+        num_samples = session.num_samples - session.first_sample
+        if not num_samples:
             return
         if session.num_written == 0:
             self.delays_ms.append(session.delay_ms)
         num_delay = session.delay_ms // AUDIO.token_ms
-        num_whole = len(session.audio) // AUDIO.samples_per_token
-        num_tokens = cdiv(len(session.audio), AUDIO.samples_per_token)
+        num_whole = num_samples // AUDIO.samples_per_token
+        num_tokens = cdiv(num_samples, AUDIO.samples_per_token)
         until = num_tokens + AUDIO.num_buffer_tokens if is_flushed else num_whole - num_delay
         while session.num_written < until and id_ in self._sessions:
             self._write_token(id_, session)
 
     def _write_token(self, id_: int, session: _FakeSession) -> None:
-        token = session.num_written
-        start = token * AUDIO.samples_per_token
-        heard = session.audio[start : start + AUDIO.samples_per_token]
+        start = session.num_written * AUDIO.samples_per_token
+        heard = session.audio[: AUDIO.samples_per_token]
+        session.audio = session.audio[AUDIO.samples_per_token :]
         level = _level(heard)
         if level == FAILING_LEVEL:
             return self._end(id_, EngineFailure("the step failed"))
@@ -206,7 +207,7 @@ class FakeEngine:
         if id_ not in self._sessions:
             return
         num_delay = session.delay_ms // AUDIO.token_ms
-        has_audio = len(session.audio) > 0
+        has_audio = session.num_samples > session.first_sample
         usage = Usage(
             prompt_tokens=AUDIO.num_prompt_tokens(num_delay) if has_audio else 0,
             completion_tokens=session.num_written,

@@ -149,6 +149,19 @@ def test_overload_waits_and_loses_nothing() -> None:
         assert text_of(client.until(COMPLETED)) == " ".join(f"w{x}" for x in range(1, 26))
 
 
+def test_fifteen_minutes_of_text_are_the_sum_of_their_deltas() -> None:
+    levels = np.tile(np.arange(1, 26), 450)
+    clip = pcm16(tone(*levels))
+    assert len(clip) == 2 * 900 * 16_000
+    with serve() as live, live.socket(INTENT, ping_interval=None) as client:
+        update(client, format=PCM_16)
+        for start in range(0, len(clip), 1_000_000):
+            client.append(clip[start : start + 1_000_000])
+        client.send("input_audio_buffer.commit")
+        text = text_of(client.until(COMPLETED))
+    assert text == " ".join(f"w{level}" for level in levels)
+
+
 def test_the_buffer_is_bounded_the_error_says_so_and_the_socket_stays_usable() -> None:
     engine = FakeEngine(max_buffered_s=2.0)
     with serve(engine, max_append_wait=0.05) as live, live.socket(INTENT) as client:
@@ -248,7 +261,11 @@ def test_a_session_lasts_as_long_as_it_may() -> None:
     with serve(max_session_seconds=0.5) as live, live.socket(INTENT) as client:
         created = client.receive()
         assert created["session"]["expires_at"] == created["created"] + round(0.5)
-        error = client.next("error")["error"]
+        update(client, format=PCM_16)
+        client.append(pcm16(tone(1, 2, 3)))
+        events = client.until("error")
+        assert text_of(events[:-1]) == "w1 w2 w3"
+        error = events[-1]["error"]
         assert error["code"] == "session_expired" and "0.5 s" in error["message"]
 
 

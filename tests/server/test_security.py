@@ -103,7 +103,12 @@ def test_a_client_secret_opens_sockets_with_its_session_and_nothing_else(
 ) -> None:
     session = {
         "type": "transcription",
-        "audio": {"input": {"format": {"type": "audio/pcm", "rate": 16000}}},
+        "audio": {
+            "input": {
+                "format": {"type": "audio/pcm", "rate": 16000},
+                "turn_detection": {"type": "server_vad"},
+            }
+        },
     }
     with locked.http() as http:
         body = {"expires_after": {"anchor": "created_at", "seconds": 60}, "session": session}
@@ -118,9 +123,8 @@ def test_a_client_secret_opens_sockets_with_its_session_and_nothing_else(
     with locked.socket("/v1/realtime", subprotocols=subprotocols) as client:
         created = client.receive()
         assert created["session"]["audio"]["input"]["format"]["rate"] == 16000
-        client.append(pcm16(tone(1, 2)))
-        client.send("input_audio_buffer.commit")
-        assert text_of(client.until(COMPLETED)) == "w1 w2"
+        client.append(pcm16(tone(1, 2, 0, 0, 0, 0, 0, 0, 0, 0)))
+        assert text_of(client.until(COMPLETED)) == "w1 w2"  # its turn detection is on
 
 
 def test_bad_requests_for_a_secret_are_refused_in_words(locked: LiveServer) -> None:
