@@ -103,7 +103,9 @@ export class Transcript {
   addWord(word) {
     if (this.line !== null && word.start - this.line.endS > PAUSE_S) this.endLine();
     this.line ??= this.beginLine(word.start);
-    const { said, hasWords } = this.line;
+    const { said, hasWords, time } = this.line;
+    // A tail begins a line before it is known when its first word began.
+    if (!hasWords && word.start !== undefined) time.textContent = clock(word.start);
     if (hasWords && word.gap) said.insertBefore(document.createTextNode(" "), this.line.tail);
     said.insertBefore(wordElement(word), this.line.tail);
     this.line.hasWords = true;
