@@ -6,7 +6,7 @@ import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -143,6 +143,80 @@ def evaluate(
             "-" if rate is None else f"{100 * rate:.2f} %",
         )
     Console().print(table)
+
+
+def _flag(text: str, default: object = None) -> Any:
+    shown = False if default is None else str(default)
+    return typer.Option(help=text, show_default=shown)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint folder or a hub id; without it, the bundled model."),
+    ] = None,
+    host: Annotated[str | None, _flag("Address to listen on.", "127.0.0.1")] = None,
+    port: Annotated[int | None, _flag("Port to listen on.", 8000)] = None,
+    api_key: Annotated[
+        list[str] | None, _flag("A key that clients must have. May be given several times.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        _flag("A name of the model for clients. May be given several times.", "the model"),
+    ] = None,
+    dtype: Annotated[
+        str | None, _flag("auto, bfloat16, float32 or float16; auto is the model's own.", "auto")
+    ] = None,
+    device: Annotated[
+        str | None, _flag("auto, cpu or cuda; auto is CUDA where there is one.", "auto")
+    ] = None,
+    max_num_seqs: Annotated[int | None, _flag("Most sessions at once.", 8)] = None,
+    kv_cache_gib: Annotated[
+        float | None, _flag("Memory for the KV cache.", "enough for --max-num-seqs")
+    ] = None,
+    default_delay_ms: Annotated[
+        int | None,
+        _flag("Delay of sessions that ask for none: 80 to 1200 in steps of 80, or 2400.", 480),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None, _flag("Seconds without audio after which a session ends; 0: never.", 120)
+    ] = None,
+    max_session_seconds: Annotated[
+        float | None, _flag("Longest session, in seconds; 0: no limit.", 0)
+    ] = None,
+    max_buffered_seconds: Annotated[
+        float | None, _flag("Audio that a session may have waiting, in seconds.", 300)
+    ] = None,
+    max_upload_mib: Annotated[
+        int | None, _flag("Largest file for /v1/audio/transcriptions, in MiB.", 1024)
+    ] = None,
+    ssl_keyfile: Annotated[str | None, _flag("The key of the TLS certificate.")] = None,
+    ssl_certfile: Annotated[str | None, _flag("The TLS certificate.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        _flag("An origin whose pages may use the server, * for all. May be given several times."),
+    ] = None,
+    uvicorn_log_level: Annotated[
+        str | None, _flag("critical, error, warning, info, debug or trace.", "info")
+    ] = None,
+) -> None:
+    """Serve realtime transcription. Every flag can come from the environment: VOXLITE_PORT=8000."""
+    flags = locals()
+    from server.serve import serve as run
+    from server.serve import settings_of
+
+    configure_logging(logging.INFO)
+    run(settings_of(**flags))
+
+
+@app.command()
+def demo() -> None:
+    """Start a server, speak the bundled sample to it in real time, print the words as they come."""
+    from server.demo import run_demo
+
+    configure_logging(logging.WARNING)
+    run_demo()
 
 
 def configure_logging(level: int) -> None:

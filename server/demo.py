@@ -31,7 +31,7 @@ _CHUNK_SAMPLES: Final = PCM_16_KHZ.rate_hz // 20  # 50 ms
 _MAX_WAIT_S: Final = 600.0
 
 
-def demo_command() -> None:
+def run_demo() -> None:
     """Start a server, speak the bundled sample to it in real time, print the words as they come."""
     sample = bundled_model() / "sample.wav"
     with_server = _DemoServer(ServerSettings(host="127.0.0.1", port=0, uvicorn_log_level="warning"))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
 import uvicorn
 from pydantic import ValidationError
 from starlette.types import ASGIApp
@@ -81,62 +80,3 @@ def settings_of(**flags: Any) -> ServerSettings:
         first = err.errors(include_url=False)[0]
         name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
         raise InvalidInput(f"{name}: {first['msg']}") from err
-
-
-def _flag(text: str, default: object = None) -> Any:
-    shown = False if default is None else str(default)
-    return typer.Option(help=text, show_default=shown)
-
-
-def serve_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A checkpoint folder or a hub id; without it, the bundled model."),
-    ] = None,
-    host: Annotated[str | None, _flag("Address to listen on.", "127.0.0.1")] = None,
-    port: Annotated[int | None, _flag("Port to listen on.", 8000)] = None,
-    api_key: Annotated[
-        list[str] | None, _flag("A key that clients must have. May be given several times.")
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        _flag("A name of the model for clients. May be given several times.", "the model"),
-    ] = None,
-    dtype: Annotated[
-        str | None, _flag("auto, bfloat16, float32 or float16; auto is the model's own.", "auto")
-    ] = None,
-    device: Annotated[
-        str | None, _flag("auto, cpu or cuda; auto is CUDA where there is one.", "auto")
-    ] = None,
-    max_num_seqs: Annotated[int | None, _flag("Most sessions at once.", 8)] = None,
-    kv_cache_gib: Annotated[
-        float | None, _flag("Memory for the KV cache.", "enough for --max-num-seqs")
-    ] = None,
-    default_delay_ms: Annotated[
-        int | None,
-        _flag("Delay of sessions that ask for none: 80 to 1200 in steps of 80, or 2400.", 480),
-    ] = None,
-    idle_timeout: Annotated[
-        float | None, _flag("Seconds without audio after which a session ends; 0: never.", 120)
-    ] = None,
-    max_session_seconds: Annotated[
-        float | None, _flag("Longest session, in seconds; 0: no limit.", 0)
-    ] = None,
-    max_buffered_seconds: Annotated[
-        float | None, _flag("Audio that a session may have waiting, in seconds.", 300)
-    ] = None,
-    max_upload_mib: Annotated[
-        int | None, _flag("Largest file for /v1/audio/transcriptions, in MiB.", 1024)
-    ] = None,
-    ssl_keyfile: Annotated[str | None, _flag("The key of the TLS certificate.")] = None,
-    ssl_certfile: Annotated[str | None, _flag("The TLS certificate.")] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        _flag("An origin whose pages may use the server, * for all. May be given several times."),
-    ] = None,
-    uvicorn_log_level: Annotated[
-        str | None, _flag("critical, error, warning, info, debug or trace.", "info")
-    ] = None,
-) -> None:
-    """Serve realtime transcription. Every flag can come from the environment: VOXLITE_PORT=8000."""
-    serve(settings_of(**locals()))
