@@ -181,7 +181,9 @@ def export(hugging_face: Path, out: Path, tekken: Path, dtype: torch.dtype | Non
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "params.json").write_text(json.dumps(params, indent=1) + "\n")
-    save_file(tensors, out / "consolidated.safetensors")
+    weights = out / "consolidated.safetensors"
+    save_file(tensors, weights)
+    weights.chmod(0o644)  # safetensors lets nobody else read what it writes
     shutil.copyfile(tekken, out / "tekken.json")
     return sum(tensor.numel() for tensor in tensors.values())
 
