@@ -26,18 +26,11 @@ from tests.server.fake_engine import FakeEngine, tone
 from tests.server.harness import TIMEOUT_S, LiveServer, serve
 
 ROOT = Path(__file__).parent.parent.parent
-COMMAND = """
-import typer
-from server.serve import serve_command
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(serve_command)
-app()
-"""
 
 
 def start(*args: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *args],
+        [sys.executable, "-m", "server.cli", "serve", *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stderr=subprocess.PIPE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from engine.errors import InvalidInput
-from server.serve import serve_command, settings_of
+from server.cli import app
+from server.serve import settings_of
 from server.settings import BUNDLED_NAME, ServerSettings
 
 
@@ -55,9 +55,7 @@ def test_the_engine_gets_its_part(tmp_path: Path) -> None:
 
 
 def test_the_command_knows_vllms_flags() -> None:
-    app = typer.Typer()
-    app.command()(serve_command)
-    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     for flag in (
         "--host --port --api-key --served-model-name --dtype --device --max-num-seqs "
