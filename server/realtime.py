@@ -18,14 +18,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from math import inf
 from typing import Any, Final, Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import InvalidInput, Overloaded, VoxliteError
+from server.connection_state import CLIENT_IS_GONE, TRANSITIONS, CloseCode, Ending, State
 from server.errors import fault_of
 from server.outbox import ClientDoesNotRead, Outbox
 from server.protocol.messages import (
@@ -61,49 +60,10 @@ _MAX_SLEEP_S: Final = 3600.0
 _MAX_DRAIN_S: Final = 60.0
 
 
-class CloseCode(Enum):
-    """The codes of RFC 6455 that the server closes with."""
-
-    NORMAL = 1000
-    POLICY = 1008
-    INTERNAL_ERROR = 1011
-    TRY_AGAIN_LATER = 1013
-
-
-class State(Enum):
-    """Where a connection stands."""
-
-    OPENING = "opening"
-    OPEN = "open"
-    DRAINING = "draining"
-    CLOSED = "closed"
-
-
-_TRANSITIONS: Final = {
-    State.OPENING: (State.OPEN, State.CLOSED),
-    State.OPEN: (State.DRAINING, State.CLOSED),
-    State.DRAINING: (State.CLOSED,),
-    State.CLOSED: (),
-}
-
-
 class ConnectionProtocol(WireProtocol, Protocol):
     """A protocol that also knows what a session begins with."""
 
     def initial_config(self) -> SessionConfig: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a connection ends, and how: `is_reachable` clients get the rest and a close frame."""
-
-    code: CloseCode
-    error: ErrorEvent | None = None
-    is_drained: bool = False
-    is_reachable: bool = True
-
-
-_CLIENT_IS_GONE: Final = Ending(CloseCode.NORMAL, is_reachable=False)
 
 
 class RealtimeConnection:
@@ -208,7 +168,7 @@ class RealtimeConnection:
             while True:
                 message = await self._websocket.receive()
                 if message["type"] == "websocket.disconnect":
-                    self._end(_CLIENT_IS_GONE)
+                    self._end(CLIENT_IS_GONE)
                     return
                 data = message.get("bytes")
                 if data is not None:
@@ -332,14 +292,14 @@ class RealtimeConnection:
         except ClientDoesNotRead as err:
             self._give_up(err)
         except (WebSocketDisconnect, RuntimeError):
-            self._end(_CLIENT_IS_GONE)
+            self._end(CLIENT_IS_GONE)
 
     def _give_up(self, reason: ClientDoesNotRead) -> None:
         """End a connection whose client doesn't read."""
         if not self._ending.done():
             logger.warning("session %s ends: %s", self._session_id, reason)
             self._metrics.refusals.labels(reason="slow_reader").inc()
-        self._end(_CLIENT_IS_GONE)
+        self._end(CLIENT_IS_GONE)
 
     def _end(self, ending: Ending) -> None:
         if not self._ending.done():
@@ -359,7 +319,7 @@ class RealtimeConnection:
                 await self._websocket.close(ending.code.value, reason)
 
     def _move_to(self, state: State) -> None:
-        if state not in _TRANSITIONS[self._state]:
+        if state not in TRANSITIONS[self._state]:
             raise RuntimeError(f"connection is {self._state.value}, not to become {state.value}")
         self._state = state
 

@@ -24,7 +24,6 @@ from server.async_engine import AsyncEngine
 from server.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
 from server.engine_feed import EngineFeed
 from server.errors import fault_of
-from server.held_audio import HeldAudio
 from server.items import Item, Items
 from server.protocol.messages import (
     Cleared,
@@ -34,8 +33,9 @@ from server.protocol.messages import (
     SpeechStopped,
 )
 from server.session_config import SessionConfig, TurnDetection
-from server.turn_detection import Started, Stopped, TimedOut, TurnDetector, TurnEvent
-from server.voice_activity import VoiceModel, VoiceStream
+from server.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from server.turn_gate import Pass, Step, TurnGate
+from server.voice_activity import VoiceModel
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,6 @@ class SessionServices:
     voice_model: VoiceModel
     voice_executor: Executor
     max_append_wait_s: float
-
-
-@dataclass(slots=True)
-class _Gate:
-    """What turn detection needs: the detector, the voice model's state, the audio not fed yet."""
-
-    detector: TurnDetector
-    voice: VoiceStream
-    held: HeldAudio
 
 
 class TranscriptionSession:
@@ -154,7 +145,7 @@ class TranscriptionSession:
             await self._wait_for_fewer_items()
             await self._take_audio(self._decoder.flush())
             if self._gate is not None:
-                await self._feed(self._gate.held.start, self._gate.held.take_until(self._position))
+                await self._feed(self._gate.release())
             self._commit_item()
             self._gate = self._new_gate(self.config.turn_detection)
 
@@ -205,55 +196,48 @@ class TranscriptionSession:
     async def _replace_gate(self, config: SessionConfig) -> None:
         old, self._gate = self._gate, None
         if old is not None:
-            await self._feed(old.held.start, old.held.take_until(self._position))
+            await self._feed(old.release())
         self._gate = self._new_gate(config.turn_detection)
 
-    def _new_gate(self, turn_detection: TurnDetection | None) -> _Gate | None:
+    def _new_gate(self, turn_detection: TurnDetection | None) -> TurnGate | None:
         """Listen for turns from here on; what is open is a turn that the next silence ends."""
         if turn_detection is None:
             return None
         is_speaking = self._items.open is not None
-        return _Gate(
+        return TurnGate(
             TurnDetector(turn_detection, self._position, is_speaking),
             self._services.voice_model.new_stream(),
-            HeldAudio(self._position),
+            self._services.voice_executor,
         )
 
     async def _take_audio(self, samples: Samples) -> None:
         if len(samples) == 0:
             return
         if self._gate is None:
-            await self._feed(self._position, samples)
+            await self._feed(Pass(self._position, samples))
             self._position += len(samples)
-        else:
-            self._gate.held.push(samples)
-            self._position += len(samples)
-            await self._find_turns(self._gate, samples)
+            return
+        self._position += len(samples)
+        try:
+            for step in await self._gate.push(samples, self._padding_ms()):
+                await self._take_step(step)
+        except VoxliteError:
+            # Audio was lost, and turn events with it: listen anew from here on.
+            self._gate = self._new_gate(self.config.turn_detection)
+            raise
 
-    async def _find_turns(self, gate: _Gate, samples: Samples) -> None:
-        probabilities = await self._loop.run_in_executor(
-            self._services.voice_executor, gate.voice.push, samples
-        )
-        detector, held = gate.detector, gate.held
-        for probability in probabilities:
-            item = self._items.open
-            padding_ms = 0 if item is None else item.num_padding_tokens * self._token_ms
-            event = detector.push(probability, padding_ms)
-            if event is not None:
-                await self._take_turn_event(held, event)
-        if detector.is_speaking:
-            await self._feed(held.start, held.take_until(detector.position))
-        else:
-            held.take_until(detector.position - detector.prefix_samples)
+    def _padding_ms(self) -> int:
+        item = self._items.open
+        return 0 if item is None else item.num_padding_tokens * self._token_ms
 
-    async def _take_turn_event(self, held: HeldAudio, event: TurnEvent) -> None:
-        match event:
+    async def _take_step(self, step: Step) -> None:
+        match step:
             case Started(position):
-                held.take_until(position)
-                item = self._begin_item(held.start)
-                self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(held.start)))
+                item = self._begin_item(position)
+                self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(position)))
+            case Pass():
+                await self._feed(step)
             case Stopped(position):
-                await self._feed(held.start, held.take_until(position))
                 self._end_turn(position)
             case TimedOut(start, end):
                 item = self._begin_item(end)
@@ -269,8 +253,8 @@ class TranscriptionSession:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
-        if self._gate is not None and self._gate.detector.is_speaking and not self._has_ended:
-            wait_s = self._gate.detector.max_silence_s + _STALL_S
+        if self._gate is not None and self._gate.is_speaking and not self._has_ended:
+            wait_s = self._gate.max_silence_s + _STALL_S
             self._stall_timer = self._loop.call_later(wait_s, self._start_ending_stalled_turn)
 
     def _start_ending_stalled_turn(self) -> None:
@@ -279,11 +263,11 @@ class TranscriptionSession:
     async def _end_stalled_turn(self, position: int) -> None:
         async with self._lock:
             gate = self._gate
-            if gate is None or not gate.detector.is_speaking or self._position != position:
+            if gate is None or not gate.is_speaking or self._position != position:
                 return
             self._engine_feed.set_deadline(self._services.max_append_wait_s)
             try:
-                await self._feed(gate.held.start, gate.held.take_until(position))
+                await self._feed(gate.release())
                 self._end_turn(position)
                 self._gate = self._new_gate(self.config.turn_detection)
             except VoxliteError as err:
@@ -306,15 +290,13 @@ class TranscriptionSession:
                     f"{num_items} utterances are waiting for their text, the most at once"
                 )
 
-    async def _feed(self, position: int, samples: Samples) -> None:
+    async def _feed(self, audio: Pass) -> None:
         """Give the engine samples of the open item, which begins here if there is none."""
-        if len(samples) == 0:
+        if len(audio.samples) == 0:
             return
-        if self._items.open is None:
-            self._begin_item(position)
-        assert self._items.open is not None
-        self._items.open.has_audio = True
-        await self._engine_feed.append(samples)
+        item = self._items.open or self._begin_item(audio.position)
+        item.has_audio = True
+        await self._engine_feed.append(audio.samples)
 
     def _take_event(self, event: Event) -> None:
         """Take what the engine says, on the event loop."""

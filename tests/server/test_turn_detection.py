@@ -209,6 +209,22 @@ def test_turn_detection_may_be_switched_on_and_off_within_an_utterance(server: L
         assert text_of(client.until(COMPLETED)) == "w4 w5 w6"
 
 
+def test_turns_are_found_again_after_audio_was_refused() -> None:
+    engine = FakeEngine(max_buffered_s=1.0)
+    with serve(engine, max_append_wait=0.05) as live, live.socket(INTENT) as client:
+        update(client, format=PCM_16, turn_detection=vad())
+        engine.running.clear()
+        client.append(pcm16(tone(1, num_tokens=40)))
+        assert client.next("error")["error"]["code"] == "buffer_full"
+        engine.running.set()
+        client.append(pcm16(silence_and()))
+        client.next(COMPLETED)
+        client.append(pcm16(silence_and(5, 6)))
+        events = client.until(COMPLETED)
+    assert text_of(events) == "w5 w6"
+    assert [e for e in events if e["type"].endswith("speech_started")]
+
+
 def test_silero_runs_behind_the_socket() -> None:
     with serve(FakeEngine(), voice_model=SileroModel()) as live, live.socket(INTENT) as client:
         update(client, format=PCM_16, turn_detection=vad(idle_timeout_ms=1000))
