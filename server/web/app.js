@@ -36,6 +36,7 @@ let phase = "idle";
 let serverState = "checking";
 let key = "";
 let file = null; // {name, audio: AudioBuffer}
+let healthTimer = 0;
 let run = null; // {source, session, numSamples, lastChunkMs, startedMs}
 
 // ------------------------------------------------------------------ what is shown
@@ -132,8 +133,9 @@ async function watchServer() {
     showError(new SessionError("The server is out of order.", server.reason ?? ""));
   }
   showReadiness();
+  clearTimeout(healthTimer);
   const isForUser = serverState === "ready" || serverState === "key";
-  if (!isForUser) setTimeout(watchServer, HEALTH_POLL_MS);
+  if (!isForUser) healthTimer = setTimeout(watchServer, HEALTH_POLL_MS);
 }
 
 async function useKey(event) {
@@ -181,7 +183,7 @@ async function start() {
     await source.start({ onChunk: takeChunk, onEnd: finish });
   } catch (error) {
     source.close();
-    session?.socket.close();
+    session?.abandon();
     run = null;
     showError(error);
     showPhase("idle");
@@ -225,11 +227,24 @@ function end(error) {
   showError(error);
   showPhase("idle");
   showTranscriptState();
+  if (error !== null) watchServer();
 }
 
 function toggle() {
   if (phase === "idle" && !$("toggle").disabled) start();
   else if (phase === "running") stop();
+}
+
+async function copyText() {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(transcript.text);
+    $("copy").textContent = "Copied";
+  } else {
+    // Only pages over HTTPS or on localhost may write to the clipboard.
+    getSelection().selectAllChildren($("lines"));
+    $("copy").textContent = "Selected";
+  }
+  setTimeout(() => ($("copy").textContent = "Copy"), 1500);
 }
 
 // ------------------------------------------------------------------ files
@@ -291,11 +306,7 @@ $("sound").addEventListener("change", ({ target }) => {
 for (const input of document.querySelectorAll('[name="source"], [name="pace"]')) {
   input.addEventListener("change", showSource);
 }
-$("copy").addEventListener("click", async () => {
-  await navigator.clipboard.writeText(transcript.text);
-  $("copy").textContent = "Copied";
-  setTimeout(() => ($("copy").textContent = "Copy"), 1500);
-});
+$("copy").addEventListener("click", copyText);
 $("clear").addEventListener("click", () => {
   transcript.clear();
   meter.clear();

@@ -148,6 +148,13 @@ export class RealtimeSession {
     this.commit();
   }
 
+  // Close at once; nothing is said about it.
+  abandon() {
+    this.onEnd = () => {};
+    this.socket.close();
+  }
+
+  // Resolve once what was sent before is on its way, so that memory stays bounded.
   async hasRoom() {
     while (this.socket.bufferedAmount > MAX_BUFFERED_BYTES) {
       await new Promise((resolve) => setTimeout(resolve, ROOM_POLL_MS));

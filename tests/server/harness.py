@@ -102,7 +102,8 @@ def serve(
 ) -> Iterator[LiveServer]:
     """Run a server until the block ends."""
     engine = engine or FakeEngine()
-    chosen = ServerSettings(port=0, **{"served_model_name": ("voxtral", "other"), **settings})
+    defaults = {"port": 0, "served_model_name": ("voxtral", "other")}
+    chosen = ServerSettings(**{**defaults, **settings})
     app = create_app(
         chosen, load_engine=load or (lambda: engine), voice_model=voice_model or LoudnessModel()
     )

@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,22 @@ def test_what_the_microphone_hears_appears_with_its_times(browser: Any) -> None:
         assert page.locator("#alert").is_hidden()
 
 
+def test_the_text_is_copied_without_times(browser: Any) -> None:
+    permissions = ["clipboard-read", "clipboard-write"]
+    with serve(RecitingEngine(text="One two three.")) as live:
+        with opened(browser, live, permissions=permissions) as page:
+            start(page)
+            wait_for_text(page, "three.")
+            page.click("#toggle")
+            wait_for_phase(page, "idle")
+            page.click("#copy")
+            page.wait_for_selector("#copy:text('Copied')")
+            assert page.evaluate("navigator.clipboard.readText()") == "One two three."
+            page.click("#clear")
+            assert page.locator("#empty").is_visible()
+            assert said(page) == ""
+
+
 def test_words_have_their_times_while_the_speaker_goes_on(browser: Any) -> None:
     with serve(RecitingEngine()) as live, opened(browser, live) as page:
         start(page)
@@ -258,6 +274,21 @@ def test_a_server_that_ends_the_session_is_told(browser: Any) -> None:
         page.wait_for_selector("#alert:has-text('The session has ended.')")
         wait_for_phase(page, "idle")
         assert said(page).startswith("The quick")
+
+
+def test_a_server_that_goes_away_is_told_and_waited_for(browser: Any) -> None:
+    with ExitStack() as running:
+        live = running.enter_context(serve(RecitingEngine()))
+        with opened(browser, live) as page:
+            start(page)
+            wait_for_text(page, "quick")
+            running.close()
+            page.wait_for_selector("#alert:visible")
+            wait_for_phase(page, "idle")
+            page.wait_for_selector("#status:has-text('Not reachable')")
+            assert page.locator("#toggle").is_disabled()
+            with serve(RecitingEngine(), port=live.port):
+                page.wait_for_selector("#toggle:enabled")
 
 
 def test_a_model_that_is_loading_is_waited_for(browser: Any) -> None:
