@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import soundfile
 
+from engine import Engine, EngineConfig
 from engine.errors import CheckpointError
 from server.bundled import bundled_model
+from server.voice_activity import SileroModel
 from tests.server.harness import LiveServer, serve
 from tests.speechlike import SAMPLE_RATE_HZ
 from tests.web.reciting_engine import TEXT, RecitingEngine
@@ -355,9 +357,8 @@ def test_the_bundled_model_writes_what_the_microphone_hears(playwright: Any) -> 
         folder = bundled_model()
     except CheckpointError as err:
         pytest.skip(str(err))
-    from engine import Engine, EngineConfig
-    from server.voice_activity import SileroModel
-
+    if not (folder / "sample.wav").exists():
+        pytest.skip("the bundled model has no sample")
     expected = (folder / "sample.txt").read_text().split()
     seconds = soundfile.info(folder / "sample.wav").duration
     with chromium(playwright, folder / "sample.wav", "--use-fake-ui-for-media-stream") as browser:
