@@ -167,8 +167,8 @@ class TranscriptionSession:
             self._decoder.flush()
             if self._items.open is not None:
                 # The engine's utterance ends too; what it still has to say is dropped.
-                self._items.clear()
                 self._engine_session.commit()
+                self._items.clear()
             self._gate = self._new_gate(self.config.turn_detection)
             self._emit(Cleared())
 
@@ -176,11 +176,11 @@ class TranscriptionSession:
         """Change the configuration. The delay and log probabilities hold from the next item on."""
         async with self._lock:
             self._engine_feed.set_deadline(self._services.max_append_wait_s)
+            if _options(config) != _options(self.config):
+                self._engine_session.configure(_options(config))
             if config.audio_format != self.config.audio_format:
                 await self._take_audio(self._decoder.flush())
                 self._decoder = AudioDecoder(config.audio_format)
-            if _options(config) != _options(self.config):
-                self._engine_session.configure(_options(config))
             if config.turn_detection != self.config.turn_detection:
                 await self._replace_gate(config)
             self.config = config

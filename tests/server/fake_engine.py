@@ -20,7 +20,7 @@ from engine.config import LEGAL_DELAYS_MS, STREAMING_PAD_ID, AudioConfig, Sessio
 from engine.engine import EngineStats
 from engine.errors import EngineFailure, InvalidInput, Overloaded, SessionClosed, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, AudioBudget, Close, Command, Configure, Flush
+from engine.inbox import Append, Close, Command, Configure, Flush, InboxBudget
 from engine.session import Session
 
 AUDIO = AudioConfig()
@@ -49,7 +49,7 @@ def _level(heard: np.ndarray) -> int | None:
 class _FakeSession:
     """What the engine's thread knows of one session."""
 
-    def __init__(self, options: SessionOptions, on_event: Callable, budget: AudioBudget) -> None:
+    def __init__(self, options: SessionOptions, on_event: Callable, budget: InboxBudget) -> None:
         self.options = options
         self.on_event = on_event
         self.budget = budget
@@ -123,7 +123,7 @@ class FakeEngine:
         self._check_options(options)
         if not self._seats.acquire(blocking=False):
             raise Overloaded(f"all {self.max_sessions} sessions are in use; try again later")
-        budget = AudioBudget(int(self.max_buffered_s * AUDIO.sampling_rate_hz))
+        budget = InboxBudget(int(self.max_buffered_s * AUDIO.sampling_rate_hz))
         id_ = next(self._ids)
         self._inbox.put((id_, _FakeSession(options, on_event, budget)))
         return Session(
@@ -144,9 +144,10 @@ class FakeEngine:
         session = self._sessions.get(id_)
         if session is None:
             return
+        if not isinstance(item, Close):
+            session.budget.release(len(item.samples) if isinstance(item, Append) else 0)
         match item:
             case Append(samples):
-                session.budget.release(len(samples))
                 session.num_samples += len(samples)
                 self.num_samples_in += len(samples)
                 session.audio = np.concatenate((session.audio, samples))
