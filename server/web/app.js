@@ -53,7 +53,7 @@ function showPhase(next) {
   phase = next;
   document.body.dataset.phase = phase;
   $("toggle-text").textContent = BUTTON[phase];
-  for (const input of document.querySelectorAll('[name="source"], [name="pace"], #file, #sample')) {
+  for (const input of document.querySelectorAll('[name="source"], [name="pace"], #file, .sample')) {
     input.disabled = phase !== "idle";
   }
   showReadiness();
@@ -267,14 +267,15 @@ async function takeFile(blob, name) {
   showReadiness();
 }
 
-async function takeSample() {
+async function playSample() {
   const response = await fetch(new URL("sample.wav", import.meta.url));
   await takeFile(await response.blob(), "The sample");
+  toggle();
 }
 
 async function offerSample() {
   const response = await fetch(new URL("sample.wav", import.meta.url), { method: "HEAD" });
-  $("sample").hidden = !response.ok;
+  for (const button of document.querySelectorAll(".sample")) button.hidden = !response.ok;
 }
 
 function takeDrop(event) {
@@ -292,7 +293,9 @@ $("file").addEventListener("change", ({ target }) => {
   const [file] = target.files;
   if (file) takeFile(file, file.name);
 });
-$("sample").addEventListener("click", takeSample);
+for (const button of document.querySelectorAll(".sample")) {
+  button.addEventListener("click", playSample);
+}
 $("delay").addEventListener("input", showDelay);
 $("delay").addEventListener("change", () => {
   if (phase === "running") run.session.changeDelay(delayMs());

@@ -365,10 +365,27 @@ def test_the_bundled_model_writes_what_the_microphone_hears(playwright: Any) -> 
         engine = Engine(EngineConfig(model=str(folder)))
         with serve(engine, voice_model=SileroModel()) as live, opened(browser, live) as page:
             start(page)
-            page.wait_for_timeout((seconds + 1) * 1000)
+            page.wait_for_timeout((seconds + 3) * 1000)
             page.click("#toggle")
             wait_for_phase(page, "idle")
             assert normalized(said(page).split()) == normalized(expected)
+
+
+def test_one_press_transcribes_the_bundled_sample(browser: Any) -> None:
+    try:
+        has_sample = (bundled_model() / "sample.wav").exists()
+    except CheckpointError:
+        has_sample = False
+    with serve(RecitingEngine()) as live, opened(browser, live) as page:
+        page.wait_for_selector("#toggle:enabled")
+        button = page.locator("#empty .sample")
+        if not has_sample:
+            assert button.is_hidden()
+            return
+        button.click()
+        wait_for_phase(page, "running")
+        wait_for_text(page, "The quick")
+        wait_for_phase(page, "idle")
 
 
 def normalized(words: list[str]) -> list[str]:
