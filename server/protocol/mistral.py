@@ -168,8 +168,8 @@ class MistralProtocol:
                 {
                     "type": "transcription_segment",
                     "text": segment.text,
-                    "start": segment.start_s,
-                    "end": segment.end_s,
+                    "start": round(segment.start_s, 3),
+                    "end": round(segment.end_s, 3),
                 }
                 for segment in segments_of(event.words)
             ],

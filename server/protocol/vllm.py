@@ -163,7 +163,11 @@ def _times(event: Completed) -> dict[str, object]:
         times["words"] = words_json(event.words)
     if event.config.has_segments:
         times["segments"] = [
-            {"text": segment.text, "start": segment.start_s, "end": segment.end_s}
+            {
+                "text": segment.text,
+                "start": round(segment.start_s, 3),
+                "end": round(segment.end_s, 3),
+            }
             for segment in segments_of(event.words)
         ]
     return times

@@ -270,7 +270,7 @@ def test_audio_is_base64_and_nothing_else() -> None:
 
 
 def test_segments_of_mistral_come_from_the_words() -> None:
-    word = Word(text=" hi", start_s=0.5, end_s=0.75)
+    word = Word(text=" hi", start_s=0.1 + 0.2 + 0.2, end_s=0.75 + 1e-12)
     event = Completed(
         item_id="i",
         text=" hi",
