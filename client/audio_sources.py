@@ -172,7 +172,7 @@ def _import_sounddevice() -> Any:
         import sounddevice
     except ImportError as err:
         raise AudioSourceError(
-            "the microphone needs sounddevice: pip install 'voxlite[microphone]'"
+            "the microphone needs sounddevice: pip install sounddevice"
         ) from err
     except OSError as err:  # PortAudio's library is missing.
         raise AudioSourceError(

@@ -2,7 +2,7 @@
 
     python client/microphone_client.py
 
-Needs sounddevice: pip install 'voxlite[microphone]'.
+Needs sounddevice: pip install sounddevice.
 """
 
 from __future__ import annotations
