@@ -171,9 +171,7 @@ def _import_sounddevice() -> Any:
     try:
         import sounddevice
     except ImportError as err:
-        raise AudioSourceError(
-            "the microphone needs sounddevice: pip install sounddevice"
-        ) from err
+        raise AudioSourceError("the microphone needs sounddevice: pip install sounddevice") from err
     except OSError as err:  # PortAudio's library is missing.
         raise AudioSourceError(
             f"the microphone needs PortAudio ({err}); on Debian: apt-get install libportaudio2"
