@@ -7,6 +7,7 @@ other sessions nor the KV cache.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from torch import Tensor
 from engine.audio.audio_stream import AudioStream
 from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, SessionOptions
 from engine.detokenizer import Detokenizer, WordTimer
+from engine.errors import EngineFailure
 from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, AudioBudget, Command, Configure, Flush
+from engine.inbox import Append, Command, Configure, Flush, InboxBudget
 from engine.model.encoder import ConvState
 from engine.model_runner import DecodeResult, EncodeResult
 
@@ -81,7 +83,7 @@ class ActiveSession:
     options: SessionOptions
     default_delay_ms: int
     on_event: Callable[[Event], None]
-    budget: AudioBudget
+    budget: InboxBudget
     token_bytes: Callable[[int], bytes]
     new_conv_state: Callable[[], ConvState]
     new_adapter_queue: Callable[[], Tensor]
@@ -103,6 +105,8 @@ class ActiveSession:
                     self._num_samples += len(samples)
                 case Flush(ends_session):
                     self.is_finished = ends_session
+                    if not ends_session:
+                        self.budget.release(0)
                     if self.utterance is None:
                         self._end_utterance(
                             Usage(prompt_tokens=0, completion_tokens=0), self._now_s
@@ -110,6 +114,7 @@ class ActiveSession:
                     else:
                         self.utterance.audio.finish()
                 case Configure(options):
+                    self.budget.release(0)
                     self.options = options
 
     def store(self, result: EncodeResult) -> None:
@@ -127,6 +132,11 @@ class ActiveSession:
 
         The token generated at position p speaks of the audio of position p - left pad - delay.
         """
+        if not math.isfinite(result.logit):
+            raise EngineFailure(
+                f"the model's output is {result.logit}: the checkpoint holds such numbers, or this "
+                f"dtype can't hold the model's (float32 and bfloat16 reach furthest)"
+            )
         utterance = self._current
         utterance.adapter = utterance.adapter[utterance.num_input_tokens :]
         utterance.position += utterance.num_input_tokens

@@ -21,6 +21,11 @@ STREAMING_WORD_ID: Final = 33
 LEGAL_DELAYS_MS: Final = (*range(80, 1201, 80), 2400)
 
 
+_MAX_BUFFERED_SECONDS: Final = 86_400
+# No dimension of a sane model is beyond this.
+_MAX_DIMENSION: Final = 2**20
+
+
 def cdiv(numerator: int, denominator: int) -> int:
     """Divide and round up."""
     return -(-numerator // denominator)
@@ -50,10 +55,17 @@ class AudioConfig:
                 f"a token of {self.sampling_rate_hz / self.frame_rate_hz} samples is not a whole "
                 f"number of mel frames of {self.hop_samples} samples"
             )
-        if self.num_left_pad_tokens * self.samples_per_token < self.window_samples // 2:
+        if self.window_samples % 2 or self.look_ahead_samples < 0:
             raise CheckpointError(
-                f"num_left_pad_tokens={self.num_left_pad_tokens} is less than half a mel window"
+                f"window_samples={self.window_samples}: an even number from "
+                f"{2 * self.hop_samples} is needed"
             )
+        if not 1 <= self.num_left_pad_tokens <= 1000:
+            raise CheckpointError(
+                f"num_left_pad_tokens={self.num_left_pad_tokens}: 1 to 1000 are possible"
+            )
+        if not isinstance(self.global_log_mel_max, int | float):
+            raise CheckpointError(f"global_log_mel_max={self.global_log_mel_max!r}: not a number")
         self.num_delay_tokens(self.default_delay_ms)
 
     @property
@@ -83,7 +95,7 @@ class AudioConfig:
         Raises:
             InvalidInput: the model wasn't trained for this delay.
         """
-        if delay_ms not in LEGAL_DELAYS_MS:
+        if not isinstance(delay_ms, int) or delay_ms not in LEGAL_DELAYS_MS:
             raise InvalidInput(
                 f"delay of {delay_ms} ms: the model knows 80 to 1200 ms in steps of 80, and 2400 ms"
             )
@@ -123,8 +135,10 @@ class TransformerConfig:
             "window",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{name}={value!r}: a whole number from 1 is needed")
+            if not isinstance(value, int) or not 1 <= value <= _MAX_DIMENSION:
+                raise CheckpointError(
+                    f"{name}={value!r}: a whole number from 1 to {_MAX_DIMENSION} is needed"
+                )
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
@@ -176,9 +190,14 @@ def read_model_config(folder: Path, audio_of_tekken: AudioConfig) -> ModelConfig
             return parse(json.loads(path.read_text()), audio_of_tekken)
         except KeyError as err:
             raise CheckpointError(f"{path}: field {err} is missing") from err
-        except (TypeError, ValueError, AttributeError) as err:
-            raise CheckpointError(f"{path}: {err}") from err
-        except CheckpointError as err:
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            CheckpointError,
+        ) as err:
             raise CheckpointError(f"{path}: {err}") from err
     raise CheckpointError(f"{folder} holds neither params.json nor config.json")
 
@@ -297,9 +316,10 @@ class EngineConfig:
                 raise InvalidInput(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise InvalidInput(f"kv_cache_gib={self.kv_cache_gib}: more than 0 is needed")
-        if self.max_buffered_seconds < 1:
+        if not 1 <= self.max_buffered_seconds <= _MAX_BUFFERED_SECONDS:
             raise InvalidInput(
-                f"max_buffered_seconds={self.max_buffered_seconds}: at least 1 is needed"
+                f"max_buffered_seconds={self.max_buffered_seconds}: 1 to {_MAX_BUFFERED_SECONDS} "
+                f"are possible"
             )
 
 

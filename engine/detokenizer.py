@@ -9,9 +9,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
 from engine.events import Word
+
+# Without white space or pads, text is cut into words of this length, so that none grows for ever.
+_MAX_WORD_CHARACTERS: Final = 200
 
 
 class Detokenizer:
@@ -72,6 +76,9 @@ class WordTimer:
             elif self._end_s is None:
                 self._end_s = end_s
             self._text += char
+            if len(self._text) >= _MAX_WORD_CHARACTERS:
+                self._close()
+                self._text = ""  # nothing but white space, if anything is left
         return self._take()
 
     def finish(self) -> list[Word]:

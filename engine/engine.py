@@ -33,9 +33,16 @@ from engine.config import (
     SessionOptions,
     read_model_config,
 )
-from engine.errors import EngineFailure, InvalidInput, Overloaded, VoxliteError
+from engine.errors import (
+    CheckpointError,
+    EngineFailure,
+    InvalidInput,
+    Overloaded,
+    SessionClosed,
+    VoxliteError,
+)
 from engine.events import Event, SessionEnded
-from engine.inbox import Append, AudioBudget, Close, Command
+from engine.inbox import Append, Close, Command, InboxBudget
 from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
 from engine.model_runner import DecodeJob, EncodeJob, ModelRunner
 from engine.scheduler import EncodePlan, Scheduler
@@ -80,10 +87,13 @@ class Engine:
     """Transcribe many sessions at once.
 
     Example:
+        events = SimpleQueue()
         with Engine(EngineConfig(model=folder)) as engine:
-            session = engine.open(SessionOptions(), on_event=print)
+            session = engine.open(SessionOptions(), on_event=events.put)
             session.append(samples)
             session.finish()
+            while not isinstance(event := events.get(), SessionEnded):
+                print(event)
     """
 
     def __init__(
@@ -104,6 +114,11 @@ class Engine:
         folder = find_checkpoint(config.model)
         self.tokenizer = Tokenizer(folder / "tekken.json")
         self.model_config: ModelConfig = read_model_config(folder, self.tokenizer.audio_config)
+        if self.tokenizer.vocab_size < self.model_config.vocab_size:
+            raise CheckpointError(
+                f"{folder / 'tekken.json'} has {self.tokenizer.vocab_size} tokens, the model "
+                f"{self.model_config.vocab_size}"
+            )
         self.default_delay_ms = self.model_config.audio.default_delay_ms
         if config.default_delay_ms is not None:
             self.default_delay_ms = config.default_delay_ms
@@ -157,7 +172,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all sessions and the engine thread."""
+        """End all sessions, with `SessionClosed` as their error, and the engine thread."""
         with self._lifecycle:
             self._is_stopping = True
         self._inbox.put(None)
@@ -183,10 +198,10 @@ class Engine:
             EngineFailure: the engine has stopped.
         """
         self.check_options(options)
+        max_samples = self._config.max_buffered_seconds * self.model_config.audio.sampling_rate_hz
+        budget = InboxBudget(int(max_samples))
         if not self._seats.acquire(blocking=False):
             raise Overloaded(f"all {self.max_sessions} sessions are in use; try again later")
-        max_samples = self._config.max_buffered_seconds * self.model_config.audio.sampling_rate_hz
-        budget = AudioBudget(int(max_samples))
         session_id = next(self._session_ids)
         active = ActiveSession(
             session_id=session_id,
@@ -291,7 +306,10 @@ class Engine:
 
     def _decode(self, sessions: Sequence[ActiveSession]) -> int:
         """Decode the next token of each session. Return how many sessions."""
-        jobs = [(session, self._decode_job(session)) for session in sessions]
+        jobs = []
+        for session in sessions:
+            with self._isolated(session):
+                jobs.append((session, self._decode_job(session)))
         for session, result in self._run(jobs, self._runner.decode):
             with self._isolated(session):
                 self._num_tokens_out += 1
@@ -375,7 +393,7 @@ class Engine:
                 # Looked at again, since the step may have taken the message that `stop` wakes with.
                 if not self.step() and not self._is_stopping:
                     self._apply(self._inbox.get())
-        except Exception as err:
+        except BaseException as err:  # whatever it is, no session may wait for ever
             logger.exception("the engine has failed")
             self._failure = EngineFailure(repr(err))
         finally:
@@ -387,8 +405,9 @@ class Engine:
         with suppress(queue.Empty):
             while True:
                 self._apply(self._inbox.get_nowait())
+        error = self._failure or SessionClosed("the engine was stopped")
         for session in list(self._sessions.values()):
-            self._end(session, self._failure)
+            self._end(session, error)
 
     def _make_kv_cache(self) -> KVCacheManager:
         """Size both pools for as many sessions as fit, and make the cache's tensors."""

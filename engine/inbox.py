@@ -1,4 +1,4 @@
-"""What clients' threads put in and the engine's thread takes out: commands, and a bound on audio.
+"""What clients' threads put in and the engine's thread takes out: commands, and a bound on them.
 
 In: commands of any session, from any thread. Out: the same, in order, on the engine thread.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from time import monotonic
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +45,17 @@ class Close:
 
 Command = Append | Flush | Configure | Close
 
+# A bound on memory where appends are tiny: audio in chunks of 10 ms may wait for 100 s.
+_MAX_COMMANDS: Final = 10_000
 
-class AudioBudget:
-    """Bound the samples that a session has handed in and the engine hasn't taken up yet."""
+
+class InboxBudget:
+    """Bound what a session has handed in and the engine hasn't taken up: samples and commands."""
 
     def __init__(self, max_samples: int) -> None:
-        self._max_samples = max_samples
+        self.max_samples = max_samples
         self._num_samples = 0
+        self._num_commands = 0
         self._is_closed = False
         self._room = threading.Condition()
 
@@ -62,11 +67,11 @@ class AudioBudget:
     def is_closed(self) -> bool:
         return self._is_closed
 
-    def acquire(self, num_samples: int, timeout_s: float) -> None:
-        """Take room for samples, waiting for it up to `timeout_s`.
+    def acquire(self, num_samples: int, num_commands: int, timeout_s: float = 0.0) -> None:
+        """Take room for commands with so many samples, waiting for it up to `timeout_s`.
 
         Raises:
-            Overloaded: there is no room, or never will be for so many at once.
+            Overloaded: there is no room.
             SessionClosed: the session ended, before or while waiting.
         """
         deadline = monotonic() + timeout_s
@@ -74,21 +79,28 @@ class AudioBudget:
             while True:
                 if self._is_closed:
                     raise SessionClosed("the session has ended")
-                if self._num_samples + num_samples <= self._max_samples:
+                has_room = (
+                    self._num_samples + num_samples <= self.max_samples
+                    and self._num_commands + num_commands <= _MAX_COMMANDS
+                )
+                if has_room:
                     self._num_samples += num_samples
+                    self._num_commands += num_commands
                     return
                 remaining_s = deadline - monotonic()
-                if num_samples > self._max_samples or remaining_s <= 0:
+                if remaining_s <= 0:
                     raise Overloaded(
-                        f"{num_samples} samples don't fit: {self._num_samples} of at most "
-                        f"{self._max_samples} are waiting to be transcribed"
+                        f"no room for {num_samples} samples: {self._num_samples} of at most "
+                        f"{self.max_samples} are waiting, in {self._num_commands} of at most "
+                        f"{_MAX_COMMANDS} appends, commits and changes"
                     )
                 self._room.wait(min(remaining_s, threading.TIMEOUT_MAX))
 
     def release(self, num_samples: int) -> None:
-        """Give room back, waking those who wait for it."""
+        """Give back the room of one command, waking those who wait for it."""
         with self._room:
             self._num_samples -= num_samples
+            self._num_commands -= 1
             self._room.notify_all()
 
     def close(self) -> None:

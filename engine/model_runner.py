@@ -59,7 +59,10 @@ class DecodeJob:
 
 
 class DecodeResult(NamedTuple):
+    """The most probable next token, its logit, and its log probability where that was asked for."""
+
     token_id: int
+    logit: float
     logprob: float | None
 
 
@@ -163,12 +166,13 @@ class ModelRunner:
             batch,
             self.decoder_cache.layers,
         )
-        best = logits.argmax(dim=-1)
+        best_logits, best = logits.max(dim=-1)
         logprobs: list[float | None] = [None] * len(jobs)
         if any(job.logprob for job in jobs):
             chosen = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
             logprobs = [x if job.logprob else None for x, job in zip(chosen, jobs, strict=True)]
-        return [DecodeResult(*result) for result in zip(best.tolist(), logprobs, strict=True)]
+        results = zip(best.tolist(), best_logits.tolist(), logprobs, strict=True)
+        return [DecodeResult(*result) for result in results]
 
     def _make_cache(
         self, transformer: TransformerConfig, spec: KVCacheSpec, num_blocks: int

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.config import SessionOptions
 from engine.errors import InvalidInput, SessionClosed
-from engine.inbox import Append, AudioBudget, Close, Command, Configure, Flush
+from engine.inbox import Append, Close, Command, Configure, Flush, InboxBudget
 
 # Long appends are cut, so that the engine takes up about as much as it can use and no more.
 _PIECE_SAMPLES: Final = 16_000
@@ -29,7 +29,7 @@ class Session:
     def __init__(
         self,
         session_id: int,
-        budget: AudioBudget,
+        budget: InboxBudget,
         send: Callable[[Command], None],
         check_options: Callable[[SessionOptions], None],
     ) -> None:
@@ -57,6 +57,8 @@ class Session:
             Overloaded: no room; nothing was taken.
             SessionClosed: the session has been finished or has ended.
         """
+        if not isinstance(samples, np.ndarray):
+            raise InvalidInput(f"samples are a {type(samples).__name__}: an array is needed")
         if samples.ndim != 1 or samples.dtype != np.float32:
             raise InvalidInput(
                 f"samples are {samples.shape} {samples.dtype}: (n,) float32 is needed"
@@ -68,17 +70,28 @@ class Session:
                 f"sample {first} is {samples[first]}: finite numbers up to {_MAX_AMPLITUDE:g} are "
                 f"possible, [-1, 1] is full scale"
             )
+        if len(samples) > self._budget.max_samples:
+            raise InvalidInput(
+                f"{len(samples)} samples at once: at most {self._budget.max_samples} may wait"
+            )
         self._check_open()
-        self._budget.acquire(len(samples), timeout_s)
+        starts = range(0, len(samples), _PIECE_SAMPLES)
+        self._budget.acquire(len(samples), len(starts), timeout_s)
         with self._lock:
             self._check_open()
-            for start in range(0, len(samples), _PIECE_SAMPLES):
+            for start in starts:
                 self._send(Append(samples[start : start + _PIECE_SAMPLES].copy()))
 
     def commit(self) -> None:
-        """End the utterance: its last words come, then `UtteranceDone`; the session goes on."""
+        """End the utterance: its last words come, then `UtteranceDone`; the session goes on.
+
+        Raises:
+            Overloaded: too many commits are waiting.
+            SessionClosed: the session has been finished or has ended.
+        """
         with self._lock:
             self._check_open()
+            self._budget.acquire(num_samples=0, num_commands=1)
             self._send(Flush(ends_session=False))
 
     def finish(self) -> None:
@@ -93,10 +106,13 @@ class Session:
 
         Raises:
             InvalidInput: the delay isn't a legal one; nothing changes.
+            Overloaded: too many changes are waiting.
+            SessionClosed: the session has been finished or has ended.
         """
         self._check_options(options)
         with self._lock:
             self._check_open()
+            self._budget.acquire(num_samples=0, num_commands=1)
             self._send(Configure(options))
 
     def close(self) -> None:

@@ -27,7 +27,14 @@ class Tokenizer:
             raise CheckpointError(f"{path} is missing")
         try:
             self._tekken = Tekkenizer.from_file(path)
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as err:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            AssertionError,
+            RecursionError,
+        ) as err:
             raise CheckpointError(f"{path}: not a tekken tokenizer: {err!r}") from err
         try:
             self.audio_config = self._read_audio_config()

@@ -122,16 +122,17 @@ def evaluate(
         default_delay_ms=delay_ms,
     )
     with Engine(config) as engine:
-        texts = list(transcripts(engine, clips, SessionOptions()))
+        results = list(zip(clips, transcripts(engine, clips, SessionOptions()), strict=True))
         title = f"delay {engine.default_delay_ms} ms"
+    heard = [(clip, text) for clip, text in results if text is not None]
     if show_errors:
-        for clip, text in zip(clips, texts, strict=True):
+        for clip, text in heard:
             if normalize(clip.text) != normalize(text):
                 print(f"{clip.audio}\n  said:  {normalize(clip.text)}\n  heard: {normalize(text)}")
     table = Table("set", title=title)
     for column in ("clips", "words", "substituted", "deleted", "inserted", "word error rate"):
         table.add_column(column, justify="right")
-    for score in score_sets(clips, texts):
+    for score in score_sets([clip for clip, _ in heard], [text for _, text in heard]):
         rate = score.word_error_rate
         table.add_row(
             score.set_name,
@@ -143,6 +144,11 @@ def evaluate(
             "-" if rate is None else f"{100 * rate:.2f} %",
         )
     Console().print(table)
+    if len(heard) < len(results):
+        print(
+            f"voxlite: {len(results) - len(heard)} clips not read are not counted", file=sys.stderr
+        )
+        raise typer.Exit(1)
 
 
 def _flag(text: str, default: object = None) -> Any:

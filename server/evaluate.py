@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,8 +18,8 @@ from typing import Final
 import jiwer
 from rich.progress import track
 
-from engine import Engine, InvalidInput, SessionOptions
-from server.transcribe import FileJob, Transcript, cancelling
+from engine import Engine, InvalidInput, SessionOptions, VoxliteError
+from server.transcribe import FileJob, Transcript, feeding
 
 _NOT_A_WORD: Final = re.compile(r"[^\w']+")
 
@@ -122,18 +122,22 @@ def score_sets(clips: Sequence[Clip], hypotheses: Sequence[str]) -> list[Score]:
     return [score(name, *zip(*pairs, strict=True)) for name, pairs in by_set.items()]
 
 
-def transcripts(engine: Engine, clips: Sequence[Clip], options: SessionOptions) -> Iterator[str]:
+def transcripts(
+    engine: Engine, clips: Sequence[Clip], options: SessionOptions
+) -> Iterator[str | None]:
     """Yield each clip's text in order, as many clips at once as the engine has seats for.
 
-    Raises:
-        VoxliteError: a clip can't be read.
+    A clip that can't be read is named on standard error and yields None.
     """
     jobs = [FileJob(engine, str(clip.audio), options) for clip in clips]
-    with ThreadPoolExecutor(engine.max_sessions) as workers, cancelling(jobs):
-        for job in jobs:
-            workers.submit(job.feed)
+    with feeding(jobs, engine.max_sessions):
         for job in track(jobs, description="Transcribing", transient=True):
             transcript = Transcript(file=job.file, delay_ms=0)
-            for event in job.events():
-                transcript.add(event)
-            yield transcript.text
+            try:
+                for event in job.events():
+                    transcript.add(event)
+            except VoxliteError as err:
+                print(f"voxlite: {job.file}: {err}", file=sys.stderr)
+                yield None
+            else:
+                yield transcript.text

@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine.errors import InvalidInput, Overloaded, VoxliteError
+from engine.errors import InvalidInput, Overloaded, SessionClosed, VoxliteError
 from server.connection_state import CLIENT_IS_GONE, TRANSITIONS, CloseCode, Ending, State
 from server.errors import fault_of
 from server.outbox import ClientDoesNotRead, Outbox
@@ -256,7 +256,7 @@ class RealtimeConnection:
         self._end(Ending(CloseCode.POLICY, error, is_drained=True))
 
     def _on_engine_end(self, error: VoxliteError | None) -> None:
-        if error is None:
+        if error is None or isinstance(error, SessionClosed):  # the engine is being stopped
             self._end(Ending(CloseCode.TRY_AGAIN_LATER))
         else:
             event = ErrorEvent(fault_of(error), str(error))

@@ -12,12 +12,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Literal, TextIO
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,7 @@ OutputFormat = Literal["text", "json", "srt", "vtt"]
 STDIN: Final = "-"
 # A bar is of use where one has to wait.
 _LONG_AUDIO_S: Final = 20.0
+_MAX_JOIN_S: Final = 1.0
 _SUFFIXES: Final = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}
 
 
@@ -173,6 +173,8 @@ class FileJob:
 
     def _open_audio(self) -> Iterator[NDArray[np.float32]]:
         if self.file == STDIN:
+            if sys.stdin is None:
+                raise InvalidInput("standard input is closed")
             return read_pcm16(sys.stdin.buffer)
         audio = AudioFile(self.file)
         rate = self._engine.model_config.audio.sampling_rate_hz
@@ -195,13 +197,7 @@ def transcribe_files(
     """
     num_failed = 0
     jobs = [FileJob(engine, file, options) for file in files]
-    with (
-        _Writer(output, output_format, files) as out,
-        ThreadPoolExecutor(engine.max_sessions) as workers,
-        cancelling(jobs),
-    ):
-        for job in jobs:
-            workers.submit(job.feed)
+    with _Writer(output, output_format, files) as out, feeding(jobs, engine.max_sessions):
         for job in jobs:
             transcript = Transcript(
                 file=job.file, delay_ms=options.delay_ms or engine.default_delay_ms
@@ -210,86 +206,141 @@ def transcribe_files(
                 for event in _with_progress(job, is_hidden=out.is_live):
                     transcript.add(event)
                     out.show(event)
+                out.write(transcript)
             except VoxliteError as err:
                 num_failed += 1
                 out.fail()
                 print(f"voxlite: {job.file}: {err}", file=sys.stderr)
-            else:
-                out.write(transcript)
     return num_failed
 
 
 @contextmanager
-def cancelling(jobs: Sequence[FileJob]) -> Iterator[None]:
-    """Cancel what is left of the jobs when the block is left early, as by an interrupt."""
+def feeding(jobs: Sequence[FileJob], max_at_once: int) -> Iterator[None]:
+    """Feed jobs in their order while the block runs; cancel what is left of them at its end.
+
+    The threads are daemons: one that waits for standard input can't be woken, and is left behind.
+    """
+    waiting = iter(jobs)
+    lock = threading.Lock()
+
+    def feed() -> None:
+        while True:
+            with lock:
+                job = next(waiting, None)
+            if job is None:
+                return
+            job.feed()
+
+    threads = [
+        threading.Thread(target=feed, name="feeder", daemon=True)
+        for _ in range(min(max_at_once, len(jobs)))
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         for job in jobs:
             job.cancel()
+        for thread in threads:
+            thread.join(_MAX_JOIN_S)
 
 
 class _Writer:
-    """Where transcripts go: live to a terminal or pipe, into one file, or one file each."""
+    """Where transcripts go: live to a terminal or pipe, into one file, or one file each.
+
+    One file is written as a whole at the end, so that one from before stays until then.
+    """
 
     def __init__(
         self, output: Path | None, output_format: OutputFormat, files: Sequence[str]
     ) -> None:
-        """Open the output.
+        """Check the output.
 
         Raises:
-            InvalidInput: it can't be written, or two of the files would go to the same place.
+            InvalidInput: it can't be written, it is one of the inputs, or two of the files would go
+                to the same place.
         """
         self._format = output_format
         self._folder = output if output is not None and output.is_dir() else None
-        self._stream: TextIO = sys.stdout
-        self._is_file = output is not None and self._folder is None
+        self._file = output if self._folder is None else None
+        self._rendered: list[str] = []
+        self.is_live = output is None and output_format == "text"
+        self._has_shown = False
         if self._folder is not None:
             for path, count in Counter(map(self._path, files)).items():
                 if count > 1:
                     raise InvalidInput(f"{path}: {count} of the files would be written to it")
-        elif output is not None:
-            try:
-                self._stream = output.open("w", encoding="utf-8")
-            except OSError as err:
-                raise InvalidInput(f"{output} can't be written: {err.strerror}") from err
-        self.is_live = output is None and output_format == "text"
-        self._has_shown = False
+        targets = [self._file] if self._folder is None else [self._path(file) for file in files]
+        for target in targets:
+            if target is not None:
+                _check_target(target, files)
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_file:
-            self._stream.close()
+        if self._file is not None and self._rendered:
+            _write(self._file, "".join(self._rendered))
 
     def show(self, event: Event) -> None:
         """Print text as it comes, without the space that a transcript starts with."""
         if self.is_live and isinstance(event, TextDelta) and event.text:
             text = event.text if self._has_shown else event.text.lstrip()
             self._has_shown = self._has_shown or bool(text)
-            print(text, end="", file=self._stream, flush=True)
+            print(text, end="", flush=True)
 
     def fail(self) -> None:
         """End the line of a transcript that broke off."""
         if self._has_shown:
-            print(file=self._stream, flush=True)
+            print(flush=True)
         self._has_shown = False
 
     def write(self, transcript: Transcript) -> None:
+        """Take a whole transcript.
+
+        Raises:
+            InvalidInput: its file can't be written.
+        """
         if self.is_live:
-            print(file=self._stream, flush=True)
+            print(flush=True)
             self._has_shown = False
-        elif self._folder is not None:
-            text = transcript.render(self._format)
-            self._path(transcript.file).write_text(text, encoding="utf-8")
+            return
+        text = transcript.render(self._format)
+        if self._folder is not None:
+            _write(self._path(transcript.file), text)
+        elif self._file is not None:
+            self._rendered.append(text)
         else:
-            print(transcript.render(self._format), end="", file=self._stream, flush=True)
+            print(text, end="", flush=True)
 
     def _path(self, file: str) -> Path:
         assert self._folder is not None
         name = "stdin" if file == STDIN else Path(file).name
         return self._folder / (name + _SUFFIXES[self._format])
+
+
+def _check_target(target: Path, files: Sequence[str]) -> None:
+    if any(file != STDIN and _is_same(target, Path(file)) for file in files):
+        raise InvalidInput(f"{target} is one of the inputs; it would be overwritten")
+    existed = target.exists()
+    try:
+        target.open("a").close()  # changes nothing of a file that is there
+    except OSError as err:
+        raise InvalidInput(f"{target} can't be written: {err.strerror}") from err
+    if not existed:
+        target.unlink()
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as err:
+        raise InvalidInput(f"{path} can't be written: {err.strerror}") from err
 
 
 def _with_progress(job: FileJob, *, is_hidden: bool) -> Iterable[Event]:

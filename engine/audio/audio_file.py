@@ -39,7 +39,7 @@ class AudioFile:
         if isinstance(source, str | Path):
             if Path(source).is_dir():
                 raise InvalidInput("a folder, not an audio file")
-            if not Path(source).is_file():
+            if not Path(source).exists():
                 raise InvalidInput("no such file")
         try:
             self._file = _open(source)
@@ -146,9 +146,17 @@ def read_audio(source: str | Path | BinaryIO) -> Iterator[NDArray[np.float32]]:
 
 
 def read_pcm16(stream: BinaryIO) -> Iterator[NDArray[np.float32]]:
-    """Yield raw PCM16 mono at 16 kHz as float32 blocks (n,); an odd last byte is dropped."""
+    """Yield raw PCM16 mono at 16 kHz as float32 blocks (n,); an odd last byte is dropped.
+
+    Raises:
+        InvalidInput: it is a WAV file.
+    """
     rest = b""
+    is_first = True
     while chunk := stream.read(4096):
+        if is_first and chunk.startswith(b"RIFF"):
+            raise InvalidInput("a WAV file where raw PCM16 is read; name the file instead")
+        is_first = False
         chunk = rest + chunk
         whole = len(chunk) // 2 * 2
         rest = chunk[whole:]

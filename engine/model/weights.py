@@ -211,7 +211,7 @@ def _shards(folder: Path, stem: str) -> list[Path]:
         raise CheckpointError(f"{folder} holds no {stem}*.safetensors")
     for path in paths:
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; {index.name} names it")
+            raise CheckpointError(f"{path} is missing, or not a file")
     return paths
 
 

@@ -96,9 +96,7 @@ def test_attention_over_two_runs_equals_dense_attention_over_one() -> None:
     queries = torch.randn(rows, NUM_KV_HEADS * GROUPS, HEAD_SIZE)
     mask = window_mask(num_keys - rows, rows, 100, CPU)
     moved = LayerCache(keys.roll(4, dims=1), values.roll(4, dims=1))  # frame f lies in slot f + 4
-    out = paged_attention(
-        queries, moved, [Segment(slice(0, rows), (range(4, 12), range(4)), mask)]
-    )
+    out = paged_attention(queries, moved, [Segment(slice(0, rows), (range(4, 12), range(4)), mask)])
     expected = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
     )[0].transpose(0, 1)

@@ -219,3 +219,15 @@ def test_times_are_in_order_and_within_the_audio(parts: list[list[int]], audio_s
 @given(scripts)
 def test_no_word_is_blank(parts: list[list[int]]) -> None:
     assert all(word.text.strip() for word in words_of(*parts))
+
+
+@pytest.mark.parametrize("piece", ["a", " ", "\n"], ids=["letters", "spaces", "newlines"])
+def test_nothing_grows_without_white_space_or_pads(piece: str) -> None:
+    timer = WordTimer(token_s=0.08, last_end_s=0.0)
+    words = [
+        word
+        for position in range(1000)
+        for word in timer.push(1000, piece, 0.08 * position, is_mid_character=False)
+    ]
+    assert len(timer._text) < 200
+    assert all(len(word.text) <= 200 for word in words)

@@ -1,6 +1,6 @@
 """A checkpoint of the published model's sizes: it loads, runs, and stays within its memory.
 
-Set VOXLITE_TEST_CHECKPOINT to a folder to use that one; otherwise a random one is written first
+Set TEST_CHECKPOINT to a folder to use that one; otherwise a random one is written first
 (8.9 GB of disk, a few minutes).
 """
 
@@ -36,7 +36,7 @@ sys.exit(main_error)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if folder := os.environ.get("VOXLITE_TEST_CHECKPOINT"):
+    if folder := os.environ.get("TEST_CHECKPOINT"):
         return Path(folder)
     path = tmp_path_factory.mktemp("full_size")
     subprocess.run([sys.executable, "-m", "tests.checkpoints", str(path)], check=True)

@@ -1,5 +1,6 @@
 """Sessions: utterances, ends, limits, and what one must never do to another."""
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -275,6 +276,23 @@ def test_samples_that_cannot_be_used_are_refused_and_the_session_goes_on(
     assert listener.ids() == alone[0].ids()
 
 
+def test_commits_beyond_the_bound_are_refused(engine: Engine) -> None:
+    session, listener = open_session(engine)
+    with pytest.raises(Overloaded, match="10000 of at most 10000 appends, commits and changes"):
+        for _ in range(10_001):
+            session.commit()
+    run_until_idle(engine)
+    assert len(listener.done) == 10_000
+    session.commit()
+    session.close()
+    run_until_idle(engine)
+
+
+def test_a_delay_that_is_no_whole_number_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidInput):
+        engine.open(SessionOptions(delay_ms=480.0), Listener())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("delay_ms", [0, 40, 481, 1280, 2401, -80])
 def test_delays_the_model_was_not_trained_for_are_refused(engine: Engine, delay_ms: int) -> None:
     with pytest.raises(InvalidInput, match=f"delay of {delay_ms} ms"):
@@ -299,6 +317,8 @@ def test_audio_beyond_the_bound_is_refused_and_nothing_of_it_taken(tiny_checkpoi
     session.append(np.zeros(10_000, np.float32))
     with pytest.raises(Overloaded, match="10000 of at most 16000"):
         session.append(np.zeros(6_001, np.float32))
+    with pytest.raises(InvalidInput, match="16001 samples at once: at most 16000"):
+        session.append(np.zeros(16_001, np.float32))
     assert session.num_buffered_samples == 10_000
     session.append(np.zeros(6_000, np.float32))
     run_until_idle(engine)
@@ -388,6 +408,49 @@ def test_a_fault_outside_any_session_ends_the_engine_loudly(
         open_session(engine)
 
 
+class NotANumberRunner(FailingRunner):
+    """A model runner whose logits of one delay aren't finite."""
+
+    def decode(self, jobs: Sequence[DecodeJob]) -> list[DecodeResult]:
+        return [
+            result._replace(logit=math.nan) if job.delay_ms == self._delay_ms else result
+            for job, result in zip(jobs, self._runner.decode(jobs), strict=True)
+        ]
+
+
+def test_output_that_is_no_number_ends_its_session_and_says_so(
+    tiny_checkpoint: Path, alone: list[Listener]
+) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoint), max_num_seqs=2))
+    engine._runner = NotANumberRunner(engine._runner, delay_ms=80)  # type: ignore[assignment]
+    opened = [open_session(engine, delay_ms) for delay_ms in (480, 80)]
+    for session, _ in opened:
+        session.append(CLIPS[0])
+        session.finish()
+    run_until_idle(engine)
+    [(_, neighbour), (_, culprit)] = opened
+    assert neighbour.ids() == alone[0].ids()
+    assert "the model's output is nan" in str(culprit.ended[0].error)
+
+
+def test_a_listener_that_ends_the_thread_ends_the_engine_loudly(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even SystemExit leaves no session waiting."""
+
+    def leave(event: Event) -> None:
+        if isinstance(event, TextDelta):
+            raise SystemExit
+
+    engine = Engine(EngineConfig(model=str(tiny_checkpoint), max_num_seqs=2))
+    engine.start()
+    _, neighbour = open_session(engine)
+    engine.open(SessionOptions(), leave).append(CLIPS[0])
+    engine._thread.join(60)  # type: ignore[union-attr]
+    assert isinstance(neighbour.ended[0].error, EngineFailure)
+    assert isinstance(engine.stats().failure, EngineFailure)
+
+
 # The engine's thread
 
 
@@ -425,7 +488,7 @@ def test_stopping_ends_every_session_and_refuses_new_ones(tiny_checkpoint: Path)
     engine = Engine(EngineConfig(model=str(tiny_checkpoint), max_num_seqs=2))
     with engine:
         _, listener = open_session(engine)
-    assert [event.error for event in listener.ended] == [None]
+    assert [type(event.error) for event in listener.ended] == [SessionClosed]
     with pytest.raises(EngineFailure, match="stopped"):
         open_session(engine)
 

@@ -97,3 +97,13 @@ def test_the_command_prints_a_row_per_set(tiny_checkpoint: Path, manifest: Path)
     assert result.exit_code == 0, result.output
     assert "random" in result.output
     assert "said:  one two" in result.output
+
+
+def test_a_clip_that_is_missing_is_named_and_the_others_are_scored(
+    tiny_checkpoint: Path, manifest: Path
+) -> None:
+    manifest.write_text('{"audio": "missing.wav", "text": "one"}\n' + manifest.read_text())
+    result = CliRunner().invoke(app, ["evaluate", str(manifest), "--model", str(tiny_checkpoint)])
+    assert result.exit_code == 1
+    assert "missing.wav: no such file" in result.output
+    assert "random" in result.output

@@ -201,6 +201,38 @@ def test_an_output_that_cannot_be_written_is_a_sentence(
     assert outcome.err == f"voxlite: {path} can't be written: No such file or directory\n"
 
 
+def test_an_input_is_never_overwritten(run: Run, clips: list[Path], tmp_path: Path) -> None:
+    same = tmp_path / "same.wav"
+    same.symlink_to(clips[0])
+    before = clips[0].read_bytes()
+    outcome = run(clips[0], "--output", same)
+    assert outcome.code == 1
+    assert f"{same} is one of the inputs" in outcome.err
+    assert clips[0].read_bytes() == before
+
+
+def test_an_output_from_before_stays_if_nothing_can_be_read(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "out.txt"
+    output.write_text("from before")
+    assert run(tmp_path / "missing.wav", "--output", output).code == 1
+    assert output.read_text() == "from before"
+
+
+def test_a_full_disk_is_a_sentence(run: Run, clips: list[Path]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    outcome = run(clips[0], "--output", full)
+    assert outcome.code == 1
+    assert "/dev/full can't be written: No space left" in outcome.err
+
+
+def test_a_wav_file_on_standard_input_is_named(run: Run, clips: list[Path]) -> None:
+    outcome = run("-", stdin=clips[0].read_bytes())
+    assert outcome.code == 1
+    assert "a WAV file where raw PCM16 is read" in outcome.err
+
+
 def test_standard_input_is_raw_pcm16_at_16_khz(run: Run, tmp_path: Path) -> None:
     samples = (speechlike(0.7, seed=3) * 32_767).astype("<i2")
     soundfile.write(tmp_path / "clip.wav", samples, 16_000)
