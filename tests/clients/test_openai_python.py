@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import KEY, LONGEST_TEST_S, MODEL, RATE_HZ, Speech, words
+from tests.clients.conftest import KEY, LONGEST_TEST_S, MODEL, RATE_HZ, Speech
+from tests.word_lists import words
 
 openai = pytest.importorskip("openai", reason="needs the extra `clients`")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
