@@ -29,7 +29,7 @@ def colored_noise(num_samples: int, rng: np.random.Generator) -> Samples:
 
 
 def _seconds(num_samples: int) -> Samples:
-    return np.arange(num_samples, dtype=np.float32) / SAMPLE_RATE
+    return (np.arange(num_samples) / SAMPLE_RATE).astype(np.float32)
 
 
 def hum(num_samples: int, rng: np.random.Generator) -> Samples:

@@ -7,9 +7,12 @@ checkpoint; so the same command also resumes a run that was killed.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 # Hours of synthetic speech by engine. All but piper are Debian packages of the same name.
 SYNTHETIC_HOURS = {"flite": 1.5, "espeak": 1.2, "festival": 0.8}
@@ -23,6 +26,22 @@ def run(module: str, *options: str | Path) -> None:
     subprocess.run(command, check=True)
 
 
+def train(work: Path, *options: str | Path) -> None:
+    """Train with one process a core, or with one alone where there is a GPU."""
+    num_processes = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    print(f"== training.train, {num_processes} processes", flush=True)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+    command = [
+        sys.executable,
+        *launch,
+        "-m",
+        "training.train",
+        "--work",
+        *map(str, (work, *options)),
+    ]
+    subprocess.run(command, check=True)
+
+
 def main() -> None:
     """Parse the command line and run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -30,7 +49,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="working folder, 2 GB")
     parser.add_argument("--out", type=Path, required=True, help="where to export the model")
     parser.add_argument("--piper-voice", type=Path, help="a Piper voice file (.onnx) to use too")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
     args = parser.parse_args()
 
     banks, tekken = args.work / "banks", args.work / "tekken.json"
@@ -57,7 +76,7 @@ def main() -> None:
     once("vocabulary", "vocabulary", "--banks", banks, "--out", tekken)
     once("manifests", "manifests", "--banks", banks, "--out", evaluation)
     manifest = evaluation / "all.jsonl"
-    run("train", "--work", args.work, "--steps", str(args.steps), "--manifest", manifest)
+    train(args.work, "--steps", str(args.steps), "--manifest", manifest)
     run("plot", args.work / "run" / "metrics.jsonl", args.out / "training.png")
     run("export", checkpoint, args.out, "--tekken", tekken)
     delays = ("240", "480", "960", "2400")
