@@ -172,7 +172,7 @@ class RealtimeConnection:
                     return
                 data = message.get("bytes")
                 if data is not None:
-                    await self._carry_out(session, Append(data), None)
+                    await self._take_binary(session, data)
                 else:
                     await self._take_text(session, message["text"])
         except Exception:
@@ -180,14 +180,18 @@ class RealtimeConnection:
             error = ErrorEvent(Fault.ENGINE_FAILURE, "internal error; the log has more")
             self._end(Ending(CloseCode.INTERNAL_ERROR, error))
 
+    async def _take_binary(self, session: TranscriptionSession, data: bytes) -> None:
+        try:
+            _check_size(len(data))
+        except ProtocolError as err:
+            self._refuse(ErrorEvent(err.fault, err.message))
+        else:
+            await self._carry_out(session, Append(data), None)
+
     async def _take_text(self, session: TranscriptionSession, text: str) -> None:
         id_ = None
         try:
-            if len(text) > MAX_MESSAGE_BYTES:
-                raise ProtocolError(
-                    Fault.MESSAGE_TOO_LARGE,
-                    f"a message of {len(text)} bytes: at most {MAX_MESSAGE_BYTES}",
-                )
+            _check_size(len(text))
             message = parse_object(text)
             id_ = event_id(message)
             command = self._protocol.receive(message, session.config)
@@ -328,6 +332,12 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_MESSAGE_BYTES:
+        message = f"a message of {num_bytes} bytes: at most {MAX_MESSAGE_BYTES}"
+        raise ProtocolError(Fault.MESSAGE_TOO_LARGE, message)
 
 
 def _close_reason(message: str) -> str:

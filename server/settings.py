@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -62,7 +63,11 @@ class ServerSettings(BaseSettings):
             value = [value]
         if not isinstance(value, list | tuple):
             return value
-        return tuple(name for text in value for name in _names_in(text))
+        names = tuple(name for text in value for name in _names_in(text))
+        if value and not names:
+            # An empty key would open the server to everybody, most often by a variable not set.
+            raise ValueError("it is empty; leave it out, or say what it should be")
+        return names
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +84,9 @@ class ServerSettings(BaseSettings):
     def _check_ssl(self) -> ServerSettings:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together")
+        for path in (self.ssl_keyfile, self.ssl_certfile):
+            if path is not None and not Path(path).is_file():
+                raise ValueError(f"{path}: no such file")
         return self
 
     @property

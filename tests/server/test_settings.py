@@ -63,3 +63,17 @@ def test_the_command_knows_vllms_flags() -> None:
         "--idle-timeout --max-session-seconds --max-buffered-seconds --kv-cache-gib"
     ).split():
         assert flag in result.output
+
+
+def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="--api-key: .*it is empty"):
+        settings_of(api_key=[""])
+    monkeypatch.setenv("VOXLITE_API_KEY", "")
+    with pytest.raises(InvalidInput, match="it is empty"):
+        settings_of()
+
+
+def test_a_certificate_that_is_missing_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    with pytest.raises(InvalidInput, match=rf"{missing}: no such file"):
+        settings_of(ssl_keyfile=missing, ssl_certfile=missing)

@@ -178,10 +178,17 @@ def test_a_bad_message_gets_its_code_and_the_session_goes_on(
         assert text_of(client.until(DONE)) == " w7"
 
 
-def test_a_message_that_is_too_large_is_refused_in_words(server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [json.dumps({"type": "session.update", "x": "y" * 30_000_000}), bytes(20_000_000)],
+    ids=["text", "binary"],
+)
+def test_a_message_that_is_too_large_is_refused_in_words(
+    server: LiveServer, message: str | bytes
+) -> None:
     with server.socket() as client:
         configured(client)
-        client.websocket.send(json.dumps({"type": "session.update", "x": "y" * 30_000_000}))
+        client.websocket.send(message)
         error = client.next("error")
         assert error["code"] == "message_too_large"
         client.append(pcm16(tone(2)))
