@@ -19,7 +19,7 @@ from server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_voice import LoudnessModel
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 class LiveServer:

@@ -1,0 +1,183 @@
+"""The bundled model really transcribes: its sample, real speech held out from training, silence."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import VoxtralRealtimeForConditionalGeneration
+
+from engine import Engine, EngineConfig
+from engine.audio.audio_file import read_audio
+from engine.audio.audio_stream import AudioStream
+from engine.audio.log_mel import LogMel
+from server.bundled import bundled_model
+from server.evaluate import normalize, score
+from tests.checkpoints import write_hugging_face_checkpoint
+from tests.engine.harness import transcribe
+from training.prepare_data import is_validation
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+NUM_UTTERANCES = 40  # half orders, half digit strings
+MAX_DIFFERENCE = 0.02
+
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no real speech beside this checkout")
+Samples = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(EngineConfig(model=str(bundled_model()), max_buffered_seconds=600))
+
+
+def load(path: Path) -> Samples:
+    return np.concatenate(list(read_audio(path)))
+
+
+def text_of(engine: Engine, samples: Samples, delay_ms: int | None = None) -> str:
+    return normalize(transcribe(engine, [samples], delay_ms=delay_ms).text())
+
+
+@pytest.fixture(scope="module")
+def sample() -> Samples:
+    return load(bundled_model() / "sample.wav")
+
+
+@pytest.fixture(scope="module")
+def sample_text() -> str:
+    return normalize((bundled_model() / "sample.txt").read_text())
+
+
+def test_the_sample_is_transcribed_exactly(
+    engine: Engine, sample: Samples, sample_text: str
+) -> None:
+    assert text_of(engine, sample) == sample_text
+
+
+def test_the_sample_in_odd_chunks_is_transcribed_exactly(
+    engine: Engine, sample: Samples, sample_text: str
+) -> None:
+    chunks = np.array_split(sample, 177)
+    assert normalize(transcribe(engine, chunks).text()) == sample_text
+
+
+@pytest.mark.parametrize("gain", [0.1, 3.0])
+def test_level_changes_no_word(
+    engine: Engine, sample: Samples, sample_text: str, gain: float
+) -> None:
+    assert text_of(engine, sample * np.float32(gain)) == sample_text
+
+
+@pytest.mark.parametrize("level", [0.0, 10 ** (-50 / 20)], ids=["digital silence", "noise"])
+def test_where_nothing_is_said_nothing_is_written(engine: Engine, level: float) -> None:
+    noise = np.random.default_rng(0).standard_normal(20 * 16_000)
+    assert text_of(engine, (level * noise).astype(np.float32)) == ""
+
+
+def held_out_orders() -> Iterator[tuple[str, Samples]]:
+    rows = map(json.loads, (DATA / "orders" / "manifest.jsonl").read_text().splitlines())
+    for row in rows:
+        if is_validation("order", row):
+            yield row["text"], load(DATA / "orders" / row["audio"])
+
+
+def held_out_digit_strings() -> Iterator[tuple[str, Samples]]:
+    """Five digits of the speaker that training never heard, 0.2 s apart."""
+    rows = [
+        row
+        for row in map(json.loads, (DATA / "digits" / "manifest.jsonl").read_text().splitlines())
+        if row["speaker"] == "george"
+    ]
+    rng = np.random.default_rng(0)
+    pause = np.zeros(3200, np.float32)
+    while True:
+        chosen = [rows[i] for i in rng.integers(len(rows), size=5)]
+        parts = [[pause, load(DATA / "digits" / row["audio"])] for row in chosen]
+        yield (
+            " ".join(row["text"] for row in chosen),
+            np.concatenate([p for pair in parts for p in pair] + [pause]),
+        )
+
+
+def card_word_error_rate(set_name: str) -> float:
+    """Read a set's figure at 480 ms from the model card's first table."""
+    card = (bundled_model() / "MODEL_CARD.md").read_text()
+    row = re.search(rf"^\| {set_name}.*\| ([\d.]+) % \|$", card, re.MULTILINE)
+    assert row is not None
+    return float(row.group(1)) / 100
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("set_name", "utterances"),
+    [("coffee orders", held_out_orders), ("digit strings, unseen", held_out_digit_strings)],
+    ids=["orders", "digits"],
+)
+def test_real_speech_is_within_two_points_of_the_model_card(
+    engine: Engine, set_name: str, utterances: object
+) -> None:
+    assert callable(utterances)
+    pairs = [pair for _, pair in zip(range(NUM_UTTERANCES // 2), utterances(), strict=False)]
+    result = score(
+        set_name, [text for text, _ in pairs], [text_of(engine, samples) for _, samples in pairs]
+    )
+    assert result.word_error_rate is not None
+    assert result.word_error_rate <= card_word_error_rate(set_name) + MAX_DIFFERENCE
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> VoxtralRealtimeForConditionalGeneration:
+    folder = tmp_path_factory.mktemp("hugging_face")
+    write_hugging_face_checkpoint(folder, bundled_model())
+    model = VoxtralRealtimeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def reference_ids(
+    model: VoxtralRealtimeForConditionalGeneration, engine: Engine, samples: Samples
+) -> list[int]:
+    audio = engine.model_config.audio
+    num_delay_tokens = audio.num_delay_tokens(480)
+    stream = AudioStream(audio, audio.num_right_pad_tokens(num_delay_tokens))
+    stream.append(samples)
+    stream.finish()
+    mel = LogMel(audio)(stream.take(stream.num_tokens)).flatten(0, 1).T[None]
+    prompt = torch.tensor([[1] + [32] * (audio.num_prompt_tokens(num_delay_tokens) - 1)])
+    with torch.inference_mode():
+        ids = model.generate(
+            input_ids=prompt,
+            input_features=mel,
+            num_delay_tokens=num_delay_tokens,
+            do_sample=False,
+            max_new_tokens=1000,  # clamped to the audio
+        )
+    return ids[0, prompt.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def float32_engine() -> Engine:
+    return Engine(EngineConfig(model=str(bundled_model()), dtype="float32"))
+
+
+def test_ids_of_the_sample_equal_transformers(
+    float32_engine: Engine, reference: VoxtralRealtimeForConditionalGeneration, sample: Samples
+) -> None:
+    ids = transcribe(float32_engine, [sample]).ids()
+    assert ids == reference_ids(reference, float32_engine, sample)
+
+
+@needs_data
+@pytest.mark.slow
+def test_ids_of_50_real_utterances_equal_transformers(
+    float32_engine: Engine, reference: VoxtralRealtimeForConditionalGeneration
+) -> None:
+    orders, digits = held_out_orders(), held_out_digit_strings()
+    clips = [next(source)[1] for _ in range(25) for source in (orders, digits)]
+    for clip in clips:
+        ids = transcribe(float32_engine, [clip]).ids()
+        assert ids == reference_ids(reference, float32_engine, clip)
