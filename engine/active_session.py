@@ -20,7 +20,7 @@ from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, SessionOptions
 from engine.detokenizer import Detokenizer, WordTimer
 from engine.errors import EngineFailure
 from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, Command, Configure, Flush, InboxBudget
+from engine.inbox import Append, Command, Configure, Discard, Flush, InboxBudget
 from engine.model.encoder import ConvState
 from engine.model_runner import DecodeResult, EncodeResult
 
@@ -94,8 +94,29 @@ class ActiveSession:
     _num_samples: int = 0  # the session's clock
     _last_word_end_s: float = 0.0
 
-    def feed(self, max_ready_tokens: int) -> None:
-        """Move queued input into the utterance, as far as it can use it now."""
+    def receive(self, command: Command) -> None:
+        """Queue a command. One that discards takes the place of the audio that it drops."""
+        if not isinstance(command, Discard):
+            self.commands.append(command)
+            return
+        changes: list[Configure] = []
+        num_samples = 0
+        while self.commands and isinstance(last := self.commands[-1], Append | Configure):
+            self.commands.pop()
+            if isinstance(last, Append):
+                self.budget.release(len(last.samples))
+                num_samples += len(last.samples)
+            else:
+                changes.append(last)
+        # Changes hold for the next utterance, on either side of this one's end.
+        self.commands.extend([Discard(num_samples), *reversed(changes)])
+
+    def feed(self, max_ready_tokens: int) -> bool:
+        """Move queued input into the utterance, as far as it can use it now.
+
+        Return whether an utterance was discarded: the KV blocks held by then are of no use.
+        """
+        has_discarded = False
         while self.commands and self._wants_input(max_ready_tokens):
             match self.commands.popleft():
                 case Append(samples):
@@ -113,9 +134,14 @@ class ActiveSession:
                         )
                     else:
                         self.utterance.audio.finish()
+                case Discard(num_samples):
+                    self.budget.release(0)
+                    self._discard(num_samples)
+                    has_discarded = True
                 case Configure(options):
                     self.budget.release(0)
                     self.options = options
+        return has_discarded
 
     def store(self, result: EncodeResult) -> None:
         """Take the outcome of an encode job."""
@@ -182,7 +208,8 @@ class ActiveSession:
         if self.utterance is None:
             return not self.is_finished
         audio = self.utterance.audio
-        return not audio.is_finished and audio.num_ready_tokens < max_ready_tokens
+        can_use_it = audio.num_ready_tokens < max_ready_tokens
+        return not audio.is_finished and (can_use_it or isinstance(self.commands[0], Discard))
 
     def _start_utterance(self) -> Utterance:
         audio_config = self.audio_config
@@ -199,6 +226,20 @@ class ActiveSession:
             detokenizer=Detokenizer(self.token_bytes),
             word_timer=WordTimer(audio_config.token_s, max(self._now_s, self._last_word_end_s)),
         )
+
+    def _discard(self, num_queued_samples: int) -> None:
+        usage, start_s = Usage(prompt_tokens=0, completion_tokens=0), self._now_s
+        if (utterance := self.utterance) is not None:
+            start_s = utterance.start_s
+            self._last_word_end_s = utterance.word_timer.last_end_s
+            if utterance.position:
+                usage = Usage(
+                    prompt_tokens=utterance.num_prompt_tokens,
+                    completion_tokens=utterance.num_generated_tokens,
+                )
+        self.utterance = None
+        self._num_samples += num_queued_samples
+        self._end_utterance(usage, start_s)
 
     def _say(self, result: DecodeResult, text: str, words: list[Word]) -> None:
         self.on_event(

@@ -266,7 +266,8 @@ class Engine:
                 self._apply(self._inbox.get_nowait())
         for session in list(self._sessions.values()):
             with self._isolated(session):
-                session.feed(self._config.max_encode_tokens)
+                if session.feed(self._config.max_encode_tokens):
+                    self._kv_cache.reset(session.session_id)
 
     def _apply(self, message: _Message | None) -> None:
         if message is None:  # sent only to wake the thread
@@ -281,7 +282,7 @@ class Engine:
             if isinstance(item, Close):
                 self._end(session, None)
             else:
-                session.commands.append(item)
+                session.receive(item)
                 self._num_samples_in += len(item.samples) if isinstance(item, Append) else 0
 
     def _encode(self, plans: Sequence[EncodePlan]) -> int:

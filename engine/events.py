@@ -57,9 +57,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtteranceDone:
-    """An utterance was flushed and all its text has been sent.
+    """An utterance was flushed and all its text has been sent, or it was discarded.
 
-    `start_s` and `end_s` span its audio, without padding. An utterance without audio has usage 0.
+    `start_s` and `end_s` span its audio, without padding. An utterance without audio has usage 0;
+    a discarded one, what had been computed.
     """
 
     session_id: int

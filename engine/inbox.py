@@ -32,6 +32,16 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
+class Discard:
+    """The utterance ends here and is dropped: its audio isn't computed any further.
+
+    `num_samples` of its audio were still queued; `ActiveSession.receive` drops them and counts.
+    """
+
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Configure:
     """Options for the utterances that start after this."""
 
@@ -43,7 +53,7 @@ class Close:
     """The session ends now; what it still had to say is dropped."""
 
 
-Command = Append | Flush | Configure | Close
+Command = Append | Flush | Discard | Configure | Close
 
 # A bound on memory where appends are tiny: audio in chunks of 10 ms may wait for 100 s.
 _MAX_COMMANDS: Final = 10_000

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.config import SessionOptions
 from engine.errors import InvalidInput, SessionClosed
-from engine.inbox import Append, Close, Command, Configure, Flush, InboxBudget
+from engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
 
 # Long appends are cut, so that the engine takes up about as much as it can use and no more.
 _PIECE_SAMPLES: Final = 16_000
@@ -93,6 +93,21 @@ class Session:
             self._check_open()
             self._budget.acquire(num_samples=0, num_commands=1)
             self._send(Flush(ends_session=False))
+
+    def discard(self) -> None:
+        """End the utterance without its last words: `UtteranceDone` comes at once.
+
+        Its audio isn't computed any further, and counts on the session's clock. Text of utterances
+        that were committed before still comes, and comes first.
+
+        Raises:
+            Overloaded: too many commits are waiting.
+            SessionClosed: the session has been finished or has ended.
+        """
+        with self._lock:
+            self._check_open()
+            self._budget.acquire(num_samples=0, num_commands=1)
+            self._send(Discard())
 
     def finish(self) -> None:
         """End the utterance as `commit` does, and the session after it."""

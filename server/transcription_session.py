@@ -166,8 +166,7 @@ class TranscriptionSession:
         async with self._lock:
             self._decoder.flush()
             if self._items.open is not None:
-                # The engine's utterance ends too; what it still has to say is dropped.
-                self._engine_session.commit()
+                self._engine_session.discard()
                 self._items.clear()
             self._gate = self._new_gate(self.config.turn_detection)
             self._emit(Cleared())

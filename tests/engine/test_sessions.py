@@ -154,6 +154,64 @@ def test_options_change_with_the_next_utterance(engine: Engine, alone: list[List
     )
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 20])
+def test_a_discarded_utterance_is_not_computed_further_and_the_next_is_what_it_would_be_alone(
+    engine: Engine, alone: list[Listener], num_steps: int
+) -> None:
+    session, listener = open_session(engine)
+    long = np.tile(CLIPS[0], 8)  # more than the engine takes up at once
+    session.append(long)
+    for _ in range(num_steps):
+        engine.step()
+    num_tokens = len(listener.ids())
+    session.discard()
+    engine.step()
+    engine.check_integrity()
+    kv_cache = engine._kv_cache
+    assert kv_cache.encoder.pool.num_held_blocks == kv_cache.decoder.pool.num_held_blocks == 0
+    assert session.num_buffered_samples == 0
+    session.append(CLIPS[1])
+    session.finish()
+    run_until_idle(engine)
+    assert len(listener.ids(0)) == num_tokens
+    assert listener.ids(1) == alone[1].ids()
+    discarded, done = listener.done
+    assert discarded.usage.completion_tokens == num_tokens
+    assert (discarded.start_s, discarded.end_s) == (0.0, len(long) / 16_000)
+    assert done.end_s - done.start_s == pytest.approx(len(CLIPS[1]) / 16_000)
+
+
+def test_a_discard_leaves_committed_utterances_and_changes_of_options_alone(
+    engine: Engine, alone: list[Listener]
+) -> None:
+    session, listener = open_session(engine)
+    session.append(CLIPS[0])
+    session.commit()
+    session.append(CLIPS[1])
+    session.configure(SessionOptions(delay_ms=80))
+    session.append(CLIPS[1])
+    session.discard()
+    session.append(CLIPS[2])
+    session.finish()
+    run_until_idle(engine)
+    assert listener.ids(0) == alone[0].ids()
+    assert not listener.ids(1)
+    assert [done.usage.prompt_tokens for done in listener.done] == [39, 0, 34]
+    ends_s = np.cumsum([len(CLIPS[0]), 2 * len(CLIPS[1]), len(CLIPS[2])]) / 16_000
+    assert [done.end_s for done in listener.done] == pytest.approx(ends_s)
+
+
+def test_a_discard_without_audio_is_an_empty_utterance(engine: Engine) -> None:
+    session, listener = open_session(engine)
+    session.discard()
+    session.discard()
+    session.finish()
+    run_until_idle(engine)
+    assert [done.usage.total_tokens for done in listener.done] == [0, 0, 0]
+    with pytest.raises(SessionClosed):
+        session.discard()
+
+
 def test_end_tokens_in_mid_stream_are_tokens_like_any_other(engine: Engine) -> None:
     """FAULTS 12: the tiny model says </s> now and then; it is fed back and gives no text."""
     listener = transcribe(engine, [speechlike(6.0, seed=0)])

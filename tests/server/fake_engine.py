@@ -20,7 +20,7 @@ from engine.config import LEGAL_DELAYS_MS, STREAMING_PAD_ID, AudioConfig, Sessio
 from engine.engine import EngineStats
 from engine.errors import EngineFailure, InvalidInput, Overloaded, SessionClosed, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, Close, Command, Configure, Flush, InboxBudget
+from engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
 from engine.session import Session
 
 AUDIO = AudioConfig()
@@ -79,7 +79,7 @@ class FakeEngine:
         self.running = threading.Event()  # cleared: the engine's thread hangs in a step
         self.running.set()
         self.delays_ms: list[int] = []
-        self.num_steps = self.num_samples_in = self.num_tokens_out = 0
+        self.num_steps = self.num_samples_in = self.num_tokens_out = self.num_discarded = 0
         self.failure: EngineFailure | None = None
         self._sessions: dict[int, _FakeSession] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
@@ -157,6 +157,9 @@ class FakeEngine:
                 self._finish_utterance(id_, session)
                 if ends_session:
                     self._end(id_, None)
+            case Discard():
+                self.num_discarded += 1
+                self._finish_utterance(id_, session)
             case Configure(options):
                 session.options = options
                 if session.num_samples == session.first_sample:

@@ -125,8 +125,10 @@ def test_clear_forgets_the_audio(server: LiveServer) -> None:
         client.append(pcm16(tone(2)))
         client.send("input_audio_buffer.commit")
         assert text_of(client.until(COMPLETED)) == "w2"
+        num_discarded = server.engine.num_discarded
         client.send("input_audio_buffer.clear")
         assert client.receive()["type"] == "input_audio_buffer.cleared"
+    assert server.engine.num_discarded == num_discarded == 1
 
 
 def resampled(levels: list[int], rate_hz: int) -> np.ndarray:
