@@ -73,6 +73,14 @@ class Utterance:
     def num_generated_tokens(self) -> int:
         return max(0, self.position - self.num_prompt_tokens + 1)
 
+    @property
+    def usage(self) -> Usage:
+        """What has been computed so far: the prompt counts from the first decoder step on."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens if self.position else 0,
+            completion_tokens=self.num_generated_tokens,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class ActiveSession:
@@ -129,14 +137,12 @@ class ActiveSession:
                     if not ends_session:
                         self.budget.release(0)
                     if self.utterance is None:
-                        self._end_utterance(
-                            Usage(prompt_tokens=0, completion_tokens=0), self._now_s
-                        )
+                        self._end_utterance()
                     else:
                         self.utterance.audio.finish()
                 case Discard(num_samples):
                     self.budget.release(0)
-                    self._discard(num_samples)
+                    self._end_utterance(num_dropped_samples=num_samples)
                     has_discarded = True
                 case Configure(options):
                     self.budget.release(0)
@@ -180,13 +186,7 @@ class ActiveSession:
             words += utterance.word_timer.finish()
         self._say(result, text, words)
         if is_complete:
-            self._last_word_end_s = utterance.word_timer.last_end_s
-            usage = Usage(
-                prompt_tokens=utterance.num_prompt_tokens,
-                completion_tokens=utterance.num_generated_tokens,
-            )
-            self.utterance = None
-            self._end_utterance(usage, utterance.start_s)
+            self._end_utterance()
         return is_complete
 
     @property
@@ -227,20 +227,6 @@ class ActiveSession:
             word_timer=WordTimer(audio_config.token_s, max(self._now_s, self._last_word_end_s)),
         )
 
-    def _discard(self, num_queued_samples: int) -> None:
-        usage, start_s = Usage(prompt_tokens=0, completion_tokens=0), self._now_s
-        if (utterance := self.utterance) is not None:
-            start_s = utterance.start_s
-            self._last_word_end_s = utterance.word_timer.last_end_s
-            if utterance.position:
-                usage = Usage(
-                    prompt_tokens=utterance.num_prompt_tokens,
-                    completion_tokens=utterance.num_generated_tokens,
-                )
-        self.utterance = None
-        self._num_samples += num_queued_samples
-        self._end_utterance(usage, start_s)
-
     def _say(self, result: DecodeResult, text: str, words: list[Word]) -> None:
         self.on_event(
             TextDelta(
@@ -253,7 +239,18 @@ class ActiveSession:
             )
         )
 
-    def _end_utterance(self, usage: Usage, start_s: float) -> None:
+    def _end_utterance(self, num_dropped_samples: int = 0) -> None:
+        """Say that the utterance is over; without one, that an empty one is.
+
+        Args:
+            num_dropped_samples: audio of it that was never taken up, and yet counts as received.
+        """
+        usage, start_s = Usage(prompt_tokens=0, completion_tokens=0), self._now_s
+        if self.utterance is not None:
+            usage, start_s = self.utterance.usage, self.utterance.start_s
+            self._last_word_end_s = self.utterance.word_timer.last_end_s
+            self.utterance = None
+        self._num_samples += num_dropped_samples
         self.on_event(
             UtteranceDone(
                 session_id=self.session_id,

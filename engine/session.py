@@ -89,10 +89,7 @@ class Session:
             Overloaded: too many commits are waiting.
             SessionClosed: the session has been finished or has ended.
         """
-        with self._lock:
-            self._check_open()
-            self._budget.acquire(num_samples=0, num_commands=1)
-            self._send(Flush(ends_session=False))
+        self._send_budgeted(Flush(ends_session=False))
 
     def discard(self) -> None:
         """End the utterance without its last words: `UtteranceDone` comes at once.
@@ -104,10 +101,7 @@ class Session:
             Overloaded: too many commits are waiting.
             SessionClosed: the session has been finished or has ended.
         """
-        with self._lock:
-            self._check_open()
-            self._budget.acquire(num_samples=0, num_commands=1)
-            self._send(Discard())
+        self._send_budgeted(Discard())
 
     def finish(self) -> None:
         """End the utterance as `commit` does, and the session after it."""
@@ -125,16 +119,20 @@ class Session:
             SessionClosed: the session has been finished or has ended.
         """
         self._check_options(options)
-        with self._lock:
-            self._check_open()
-            self._budget.acquire(num_samples=0, num_commands=1)
-            self._send(Configure(options))
+        self._send_budgeted(Configure(options))
 
     def close(self) -> None:
         """End the session now; text still to come is dropped. May be called again."""
         with self._lock:
             self._is_finished = True
             self._send(Close())
+
+    def _send_budgeted(self, command: Command) -> None:
+        """Send a command without samples that takes its place in the budget."""
+        with self._lock:
+            self._check_open()
+            self._budget.acquire(num_samples=0, num_commands=1)
+            self._send(command)
 
     def _check_open(self) -> None:
         if self._is_finished or self._budget.is_closed:
