@@ -19,27 +19,26 @@ SYNTHETIC_HOURS = {"flite": 1.5, "espeak": 1.2, "festival": 0.8}
 PIPER_HOURS = 1.0
 
 
-def run(module: str, *options: str | Path) -> None:
-    """Run one of this package's commands; its failure ends everything."""
-    print(f"== training.{module}", flush=True)
-    command = [sys.executable, "-m", f"training.{module}", *map(str, options)]
+def run(module: str, *options: str | Path, num_processes: int | None = None) -> None:
+    """Run one of this package's commands; its failure ends everything.
+
+    Args:
+        num_processes: of a command that is written for torchrun.
+    """
+    launch: list[str] = []
+    title = f"== training.{module}"
+    if num_processes is not None:
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+        title += f", {num_processes} processes"
+    print(title, flush=True)
+    command = [sys.executable, *launch, "-m", f"training.{module}", *map(str, options)]
     subprocess.run(command, check=True)
 
 
 def train(work: Path, *options: str | Path) -> None:
     """Train with one process a core, or with one alone where there is a GPU."""
     num_processes = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-    print(f"== training.train, {num_processes} processes", flush=True)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
-    command = [
-        sys.executable,
-        *launch,
-        "-m",
-        "training.train",
-        "--work",
-        *map(str, (work, *options)),
-    ]
-    subprocess.run(command, check=True)
+    run("train", "--work", work, *options, num_processes=num_processes)
 
 
 def main() -> None:
