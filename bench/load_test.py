@@ -45,9 +45,9 @@ from bench.deltas import (
     start_ms,
     time_deltas,
 )
+from client.audio_sources import BYTES_PER_SECOND, SAMPLE_RATE_HZ, cut
 
-_RATE_HZ: Final = 16_000
-_BYTES_PER_MS: Final = 2 * _RATE_HZ // 1000
+_BYTES_PER_MS: Final = BYTES_PER_SECOND // 1000
 _SAMPLE: Final = Path(__file__).resolve().parent.parent / "models" / "demo" / "sample.wav"
 # What a delta may take beyond its delay.
 _ALLOWANCE_MS: Final = 200
@@ -136,7 +136,7 @@ def read_wav(path: Path) -> bytes:
     """
     with wave.open(str(path)) as file:
         kind = (file.getframerate(), file.getnchannels(), file.getsampwidth())
-        if kind != (_RATE_HZ, 1, 2):
+        if kind != (SAMPLE_RATE_HZ, 1, 2):
             raise ValueError(f"{path}: {kind} instead of 16 kHz, one channel, 2 bytes a sample")
         samples: bytes = file.readframes(file.getnframes())
         return samples
@@ -145,7 +145,7 @@ def read_wav(path: Path) -> bytes:
 def encode(pcm: bytes, chunk_ms: float, *, is_binary: bool) -> list[str | bytes]:
     """Write the messages that carry the audio, once for all sessions."""
     size = round(chunk_ms * _BYTES_PER_MS / 2) * 2
-    chunks = [pcm[start : start + size] for start in range(0, len(pcm), size)]
+    chunks = cut(pcm, size)
     if is_binary:
         return list(chunks)
     return [
@@ -167,7 +167,7 @@ def reference_words(
     with wave.open(file, "wb") as writer:
         writer.setnchannels(1)
         writer.setsampwidth(2)
-        writer.setframerate(_RATE_HZ)
+        writer.setframerate(SAMPLE_RATE_HZ)
         writer.writeframes(pcm)
     boundary = uuid.uuid4().hex
     fields = {

@@ -13,12 +13,11 @@ from transformers import VoxtralRealtimeForConditionalGeneration
 
 from engine import Engine, EngineConfig
 from engine.audio.audio_file import read_audio
-from engine.audio.audio_stream import AudioStream
-from engine.audio.log_mel import LogMel
 from server.bundled import bundled_model
 from server.evaluate import normalize, score
 from tests.checkpoints import write_hugging_face_checkpoint
 from tests.engine.harness import transcribe
+from tests.reference import greedy_ids, load_reference, mel_features
 from training.prepare_data import is_validation
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -133,9 +132,7 @@ def test_real_speech_is_within_two_points_of_the_model_card(
 def reference(tmp_path_factory: pytest.TempPathFactory) -> VoxtralRealtimeForConditionalGeneration:
     folder = tmp_path_factory.mktemp("hugging_face")
     write_hugging_face_checkpoint(folder, bundled_model())
-    model = VoxtralRealtimeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    return model.eval()
+    return load_reference(folder, dtype=torch.float32)
 
 
 def reference_ids(
@@ -143,20 +140,9 @@ def reference_ids(
 ) -> list[int]:
     audio = engine.model_config.audio
     num_delay_tokens = audio.num_delay_tokens(480)
-    stream = AudioStream(audio, audio.num_right_pad_tokens(num_delay_tokens))
-    stream.append(samples)
-    stream.finish()
-    mel = LogMel(audio)(stream.take(stream.num_tokens)).flatten(0, 1).T[None]
-    prompt = torch.tensor([[1] + [32] * (audio.num_prompt_tokens(num_delay_tokens) - 1)])
-    with torch.inference_mode():
-        ids = model.generate(
-            input_ids=prompt,
-            input_features=mel,
-            num_delay_tokens=num_delay_tokens,
-            do_sample=False,
-            max_new_tokens=1000,  # clamped to the audio
-        )
-    return ids[0, prompt.shape[1] :].tolist()
+    prompt = [1] + [32] * (audio.num_prompt_tokens(num_delay_tokens) - 1)
+    features = mel_features(audio, samples, num_delay_tokens)
+    return greedy_ids(model, features, prompt, num_delay_tokens)[len(prompt) :]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from tests.checkpoints import (
     write_hugging_face_checkpoint,
 )
 from tests.oracle import Generation, Oracle, attended, attention_mask, rotate
+from tests.reference import greedy_ids, load_reference
 from tests.speechlike import speechlike
 
 ENCODER_WINDOW_FRAMES = 29  # not a multiple of a token's 4 frames
@@ -62,11 +63,7 @@ def oracle(folders: tuple[Path, Path]) -> Oracle:
 
 @pytest.fixture(scope="module")
 def reference(folders: tuple[Path, Path]) -> VoxtralRealtimeForConditionalGeneration:
-    model = VoxtralRealtimeForConditionalGeneration.from_pretrained(
-        folders[1], attn_implementation="eager"
-    )
-    model.generation_config.eos_token_id = None  # an end id in mid-stream ends nothing
-    return model.eval()
+    return load_reference(folders[1], attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +180,8 @@ def test_greedy_ids_are_those_of_transformers(
     generation = oracle.generate(samples, n_delay)
     assert min(generation.margins) > 10 * TOLERANCE, "a near tie says nothing: take another seed"
     prompt = oracle.prompt(n_delay)
-    with torch.no_grad():
-        expected = reference.generate(
-            input_ids=torch.tensor([prompt]),
-            input_features=features(oracle.log_mel(oracle.pad(samples, n_delay))),
-            num_delay_tokens=n_delay,
-            do_sample=False,
-            max_new_tokens=1000,  # more than there is audio for
-        )
-    assert prompt + generation.ids == expected[0].tolist()
+    mel = features(oracle.log_mel(oracle.pad(samples, n_delay)))
+    assert prompt + generation.ids == greedy_ids(reference, mel, prompt, n_delay)
 
 
 def test_each_greedy_step_is_the_last_row_of_dense_logits(

@@ -24,6 +24,7 @@ from tests.checkpoints import (
     write_hugging_face_checkpoint,
 )
 from tests.engine.harness import transcribe
+from tests.reference import greedy_ids, load_reference, mel_features
 from tests.speechlike import speechlike
 
 CPU = torch.device("cpu")
@@ -81,9 +82,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def reference(folders: dict[str, Path]) -> VoxtralRealtimeForConditionalGeneration:
-    model = VoxtralRealtimeForConditionalGeneration.from_pretrained(folders["hugging_face"])
-    model.generation_config.eos_token_id = None  # an end id in mid-stream ends nothing
-    return model.eval()
+    return load_reference(folders["hugging_face"])
 
 
 @pytest.fixture(scope="module", params=["mistral", "hugging_face"])
@@ -100,14 +99,10 @@ def dense(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Dense:
 
 @pytest.fixture(scope="module")
 def features(folders: dict[str, Path]) -> torch.Tensor:
-    """(1, 128, 8 T) mel frames as transformers wants them; the mel has tests of its own."""
     config = read_model_config(
         folders["mistral"], Tokenizer(folders["mistral"] / "tekken.json").audio_config
     )
-    stream = AudioStream(config.audio, config.audio.num_right_pad_tokens(NUM_DELAY_TOKENS))
-    stream.append(SAMPLES)
-    stream.finish()
-    return LogMel(config.audio)(stream.take(stream.num_tokens)).flatten(0, 1).T[None]
+    return mel_features(config.audio, SAMPLES, NUM_DELAY_TOKENS)
 
 
 @torch.inference_mode()
@@ -148,15 +143,8 @@ def test_greedy_ids_are_equal(
 ) -> None:
     engine = Engine(EngineConfig(model=str(folders[source]), max_num_seqs=1))
     ids = transcribe(engine, [SAMPLES]).ids()
-    prompt = torch.tensor([[1] + [32] * (32 + NUM_DELAY_TOKENS)])
-    generated = reference.generate(
-        input_ids=prompt,
-        input_features=features,
-        num_delay_tokens=NUM_DELAY_TOKENS,
-        do_sample=False,
-        max_new_tokens=1000,  # clamped to the audio
-    )
-    assert ids == generated[0, prompt.shape[1] :].tolist()
+    prompt = [1] + [32] * (32 + NUM_DELAY_TOKENS)
+    assert prompt + ids == greedy_ids(reference, features, prompt, NUM_DELAY_TOKENS)
     assert len(set(ids)) > 5  # else equality would say little
 
 
