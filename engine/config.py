@@ -295,6 +295,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = "none"
     max_num_seqs: int = 8
     kv_cache_gib: float | None = None
     default_delay_ms: int | None = None
@@ -311,6 +312,8 @@ class EngineConfig:
             raise InvalidInput(f"dtype {self.dtype!r}: one of auto, bfloat16, float32, float16")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidInput(f"device {self.device!r}: one of auto, cpu, cuda")
+        if self.quantization not in ("none", "int8"):
+            raise InvalidInput(f"quantization {self.quantization!r}: one of none, int8")
         for name in ("max_num_seqs", "block_size", "max_encode_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: at least 1 is needed")

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -44,6 +45,8 @@ from engine.errors import (
 from engine.events import Event, SessionEnded
 from engine.inbox import Append, Close, Command, InboxBudget
 from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
+from engine.model.checkpoint_files import CheckpointFiles
+from engine.model.int8_cache import Int8Cache
 from engine.model_runner import DecodeJob, EncodeJob, ModelRunner
 from engine.scheduler import EncodePlan, Scheduler
 from engine.session import Session
@@ -110,7 +113,9 @@ class Engine:
         """
         self._config = config
         self._on_step = on_step
-        device, dtype = _device(config.device), _dtype(config.dtype)
+        device = _device(config.device)
+        if config.quantization == "int8" and device.type != "cpu":
+            raise InvalidInput("quantization 'int8' is for CPUs: use --device cpu, or none")
         folder = find_checkpoint(config.model)
         self.tokenizer = Tokenizer(folder / "tekken.json")
         self.model_config: ModelConfig = read_model_config(folder, self.tokenizer.audio_config)
@@ -124,7 +129,7 @@ class Engine:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._log_mel = LogMel(self.model_config.audio)
-        self._runner = ModelRunner(folder, self.model_config, dtype=dtype, device=device)
+        self._runner = self._load_model(folder)
         self._kv_cache = self._make_kv_cache()
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
             torch.set_num_threads(1)
@@ -144,7 +149,7 @@ class Engine:
         logger.info(
             "model %s: %s on %s, %d sessions at once",
             folder,
-            self._runner.dtype,
+            "int8" if config.quantization == "int8" else self._runner.dtype,
             device,
             self.max_sessions,
         )
@@ -409,6 +414,23 @@ class Engine:
         error = self._failure or SessionClosed("the engine was stopped")
         for session in list(self._sessions.values()):
             self._end(session, error)
+
+    def _load_model(self, folder: Path) -> ModelRunner:
+        config = self._config
+        files = CheckpointFiles(folder, is_mistral_format=self.model_config.is_mistral_format)
+        is_int8 = config.quantization == "int8"
+        # A small model is quantized in no time.
+        is_kept = is_int8 and files.num_bytes >= _SMALL_MODEL_BYTES
+        runner = ModelRunner(
+            files,
+            self.model_config,
+            dtype=_dtype(config.dtype),
+            device=_device(config.device),
+            is_int8=is_int8,
+            int8_cache=Int8Cache.of(files.fingerprint) if is_kept else None,
+        )
+        files.finish()
+        return runner
 
     def _make_kv_cache(self) -> KVCacheManager:
         """Size both pools for as many sessions as fit, and make the cache's tensors."""

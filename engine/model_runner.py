@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,9 @@ from engine.model.attention import (
     window_mask,
 )
 from engine.model.encoder import ConvState
+from engine.model.int8_cache import Int8Cache
 from engine.model.layers import Rope
-from engine.model.weights import load_weights
+from engine.model.weights import TensorSource, load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +71,28 @@ class ModelRunner:
 
     def __init__(
         self,
-        folder: Path,
+        source: TensorSource,
         config: ModelConfig,
         *,
         dtype: torch.dtype | None,
         device: torch.device,
+        is_int8: bool = False,
+        int8_cache: Int8Cache | None = None,
     ) -> None:
         """Load the weights.
 
         Args:
+            source: the checkpoint's tensors.
             dtype: None takes the checkpoint's.
+            is_int8: quantize the linear layers; `dtype` is then that of everything else.
+            int8_cache: where they are kept for the next start.
 
         Raises:
-            CheckpointError: the folder's weights can't be used.
+            CheckpointError: the checkpoint's weights can't be used.
         """
         self._config = config
         self._encoder, self._decoder, self.weight_bytes = load_weights(
-            folder, config, dtype, device
+            source, config, dtype, device, is_int8=is_int8, cache=int8_cache
         )
         self.dtype, self.device = self._decoder.embedding.dtype, device
         self._encoder_rope = Rope(config.encoder, device)

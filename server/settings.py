@@ -33,6 +33,7 @@ class ServerSettings(BaseSettings):
     served_model_name: _Names = ()
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
     max_num_seqs: Annotated[int, Field(ge=1)] = 8
     kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     default_delay_ms: int | None = None
@@ -109,6 +110,7 @@ class ServerSettings(BaseSettings):
             model=self.model or str(bundled_model()),
             dtype=self.dtype,
             device=self.device,
+            quantization=self.quantization,
             max_num_seqs=self.max_num_seqs,
             kv_cache_gib=self.kv_cache_gib,
             default_delay_ms=self.default_delay_ms,

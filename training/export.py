@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine.model.weights import hugging_face_name, split_halves_to_pairs
+from engine.model.checkpoint_files import hugging_face_name
+from engine.model.weights import split_halves_to_pairs
 from training.model import load_checkpoint
 
 _EMBEDDER = "mm_streams_embeddings.embedding_module."

@@ -25,9 +25,10 @@ class LayerCache:
     values: Tensor
 
     def write(self, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows (N, K, D) at slots (N,)."""
-        self.keys.index_copy_(1, slot_mapping, keys.transpose(0, 1))
-        self.values.index_copy_(1, slot_mapping, values.transpose(0, 1))
+        """Store rows (N, K, D) at slots (N,), in the cache's dtype."""
+        dtype = self.keys.dtype
+        self.keys.index_copy_(1, slot_mapping, keys.transpose(0, 1).to(dtype))
+        self.values.index_copy_(1, slot_mapping, values.transpose(0, 1).to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,12 @@ def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -
         (N, H, D) in the dtype of q.
     """
     num_kv_heads = cache.keys.shape[0]
+    dtype, q = q.dtype, q.to(cache.keys.dtype)
     out = torch.empty_like(q)
     for segment in segments:
         queries = q[segment.rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         out[segment.rows] = _attend(queries, cache, segment).permute(2, 0, 1, 3).flatten(1, 2)
-    return out
+    return out.to(dtype)
 
 
 def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:

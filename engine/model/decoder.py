@@ -16,15 +16,17 @@ from torch.nn import functional as F
 
 from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache
-from engine.model.layers import Block, Linear, rms_norm, run_block
+from engine.model.layers import Block, rms_norm, run_block
+from engine.model.linear import Linear, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Weights of the decoder; the embedding is also the output head."""
+    """Weights of the decoder. Its activations have the dtype of its norms."""
 
     config: TransformerConfig
     embedding: Tensor  # (V, dim)
+    head: Projection  # (V, dim): the embedding again, as it is multiplied
     blocks: tuple[Block, ...]
     delay_down: tuple[Linear, ...]  # per layer (ada_norm_dim, dim)
     delay_up: tuple[Linear, ...]  # per layer (dim, ada_norm_dim)
@@ -44,7 +46,7 @@ class Decoder:
             up.weight.float() @ F.gelu(down.weight.float() @ t_cond)
             for down, up in zip(self.delay_down, self.delay_up, strict=True)
         ]
-        return (1.0 + torch.stack(scales)).to(self.embedding.dtype)
+        return (1.0 + torch.stack(scales)).to(self.norm.dtype)
 
     def __call__(
         self,
@@ -66,8 +68,8 @@ class Decoder:
         Returns:
             (R, V) logits in float32.
         """
-        x = audio + F.embedding(token_ids, self.embedding)
+        x = audio.to(self.norm.dtype) + F.embedding(token_ids, self.embedding).to(self.norm.dtype)
         for block, cache, scale in zip(self.blocks, caches, delay_scales, strict=True):
             x = run_block(x, block, self.config, batch, cache, scale.mul)
         h = rms_norm(x[logit_rows], self.norm, self.config.norm_eps)
-        return F.linear(h, self.embedding).float()
+        return self.head(h).float()

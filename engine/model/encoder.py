@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache
-from engine.model.layers import Block, Linear, rms_norm, run_block
+from engine.model.layers import Block, rms_norm, run_block
+from engine.model.linear import Linear, Projection
 
 KERNEL: Final = 3
 # Rows that a causal convolution of kernel 3 needs from before: kernel - stride.
@@ -37,12 +38,13 @@ class Encoder:
     """Weights of conv stem, layers and adapter. Convolutions are stored as linear layers."""
 
     config: TransformerConfig
+    block_pool_size: int  # encoder frames per token
     conv1: Linear  # (dim, 128 * 3)
     conv2: Linear  # (dim, dim * 3)
     blocks: tuple[Block, ...]
     norm: Tensor  # (dim,)
-    adapter_in: Linear  # (decoder dim, 4 dim)
-    adapter_out: Linear  # (decoder dim, decoder dim)
+    adapter_in: Projection  # (decoder dim, 4 dim)
+    adapter_out: Projection  # (decoder dim, decoder dim)
 
     def initial_conv_state(self) -> ConvState:
         """Return the zeros that stand before a stream's first mel frame."""
@@ -78,13 +80,14 @@ class Encoder:
 
     def transformer(self, x: Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run the layers and the final norm on encoder frames x, (F, dim)."""
+        x = x.to(self.norm.dtype)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = run_block(x, block, self.config, batch, cache)
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def adapter(self, x: Tensor) -> Tensor:
         """Pool encoder outputs (F, dim) into tokens: (T, decoder dim)."""
-        pooled = x.view(-1, self.adapter_in.weight.shape[1])  # (T, 4 dim)
+        pooled = x.reshape(-1, self.block_pool_size * self.config.dim)  # (T, 4 dim)
         return self.adapter_out(F.gelu(self.adapter_in(pooled)))
 
 

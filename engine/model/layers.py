@@ -1,4 +1,4 @@
-"""The pieces that encoder and decoder share: linear layers, RoPE and the transformer block.
+"""The pieces that encoder and decoder share: RoPE, norms and the transformer block.
 
 Legend: N rows of a flat batch (positions of many sessions, one after the other, no padding),
 H heads, K key/value heads, D head size.
@@ -15,17 +15,7 @@ from torch.nn import functional as F
 
 from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache, paged_attention
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A linear layer: weight (out, in), bias (out,) or None."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+from engine.model.linear import Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +23,14 @@ class Block:
     """One pre-norm transformer layer: attention and a SwiGLU feed-forward network."""
 
     attention_norm: Tensor  # (dim,)
-    wq: Linear  # (H D, dim)
-    wk: Linear  # (K D, dim)
-    wv: Linear  # (K D, dim)
-    wo: Linear  # (dim, H D)
+    wq: Projection  # (H D, dim)
+    wk: Projection  # (K D, dim)
+    wv: Projection  # (K D, dim)
+    wo: Projection  # (dim, H D)
     ffn_norm: Tensor  # (dim,)
-    w1: Linear  # gate (hidden, dim)
-    w2: Linear  # down (dim, hidden)
-    w3: Linear  # up (hidden, dim)
+    w1: Projection  # gate (hidden, dim)
+    w2: Projection  # down (dim, hidden)
+    w3: Projection  # up (hidden, dim)
 
 
 class Rope:

@@ -12,6 +12,7 @@ from engine.audio.audio_stream import AudioStream
 from engine.audio.log_mel import LogMel
 from engine.config import TransformerConfig, read_model_config
 from engine.model.attention import AttentionBatch, LayerCache, Segment, window_mask
+from engine.model.checkpoint_files import CheckpointFiles
 from engine.model.decoder import Decoder
 from engine.model.encoder import Encoder
 from engine.model.layers import Rope
@@ -89,7 +90,8 @@ def reference(folders: dict[str, Path]) -> VoxtralRealtimeForConditionalGenerati
 def dense(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Dense:
     folder = folders[request.param]
     config = read_model_config(folder, Tokenizer(folder / "tekken.json").audio_config)
-    weights = load_weights(folder, config, torch.float32, CPU)
+    files = CheckpointFiles(folder, is_mistral_format=config.is_mistral_format)
+    weights = load_weights(files, config, torch.float32, CPU)
     stream = AudioStream(config.audio, config.audio.num_right_pad_tokens(NUM_DELAY_TOKENS))
     stream.append(SAMPLES)
     stream.finish()

@@ -8,6 +8,7 @@ import torch
 from transformers import VoxtralRealtimeForConditionalGeneration
 
 from engine.config import AudioConfig, read_model_config
+from engine.model.checkpoint_files import CheckpointFiles
 from engine.model.weights import load_weights
 from training.export import export, mistral_names, mistral_params, mistral_tensors
 from training.model import ModelShape, TrainingModel
@@ -48,7 +49,8 @@ def test_the_engine_reads_the_same_weights_from_both_formats(folders: tuple[Path
     loaded = []
     for folder in folders:
         config = read_model_config(folder, AudioConfig())
-        loaded.append(load_weights(folder, config, torch.float32, torch.device("cpu")))
+        files = CheckpointFiles(folder, is_mistral_format=config.is_mistral_format)
+        loaded.append(load_weights(files, config, torch.float32, torch.device("cpu")))
     ours, theirs = (_tensors(weights) for weights in loaded)
     assert len(ours) > 40
     assert all(torch.equal(*tensors) for tensors in zip(ours, theirs, strict=True))
