@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from math import inf
 from typing import Any, Final, Protocol
@@ -48,6 +48,7 @@ from server.protocol.messages import (
 from server.protocol.wire import check_model, event_id, parse_object
 from server.services import Services
 from server.session_config import SessionConfig
+from server.socket_transport import lost_event
 from server.transcription_session import TranscriptionSession
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RealtimeConnection:
         self._outbox = Outbox()
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._commit_times_s: deque[float] = deque()
+        self._is_lost = lost_event(websocket.scope)
 
     async def run(self, model: str | None, subprotocol: str | None) -> None:
         """Accept the client and serve it until it, or the server, has had enough.
@@ -129,6 +131,7 @@ class RealtimeConnection:
         tasks = [
             asyncio.create_task(self._read(session)),
             asyncio.create_task(self._watch(session)),
+            asyncio.create_task(self._watch_connection()),
         ]
         try:
             self._emit(
@@ -140,15 +143,22 @@ class RealtimeConnection:
             if ending.is_drained:
                 self._move_to(State.DRAINING)
                 await _cancel(tasks)
-                with suppress(TimeoutError, VoxliteError):
-                    async with asyncio.timeout(_MAX_DRAIN_S):
-                        await session.drain()
+                with suppress(VoxliteError):
+                    await self._unless_lost(session.drain(), _MAX_DRAIN_S)
             return ending
         finally:
             await _cancel(tasks)
             session.close()
             self._services.sessions.discard(session)
             logger.info("session %s ended", self._session_id)
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, None], max_s: float) -> None:
+        """Carry something out, for at most so long, while the connection is there."""
+        tasks = [asyncio.create_task(work), asyncio.create_task(self._watch_connection())]
+        await asyncio.wait(tasks, timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(tasks)
+        if not tasks[0].cancelled():
+            tasks[0].result()
 
     def _open_session(self, model: str | None) -> TranscriptionSession:
         if model:
@@ -254,6 +264,11 @@ class RealtimeConnection:
                 return self._end_at_limit(Fault.IDLE_TIMEOUT, message)
             await asyncio.sleep(min(expires_s, idle_until_s, now_s + _MAX_SLEEP_S) - now_s)
 
+    async def _watch_connection(self) -> None:
+        """End a session whose client is gone, whatever it is waiting for."""
+        await self._is_lost.wait()
+        self._end(CLIENT_IS_GONE)
+
     def _end_at_limit(self, fault: Fault, message: str) -> None:
         self._metrics.refusals.labels(reason=fault.code).inc()
         error = ErrorEvent(fault, message)
@@ -317,10 +332,14 @@ class RealtimeConnection:
         if not ending.is_reachable:
             return
         reason = "" if ending.error is None else _close_reason(ending.error.message)
-        with suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
-            async with asyncio.timeout(self._services.settings.max_send_wait):
-                await self._outbox.wait_until_empty()
-                await self._websocket.close(ending.code.value, reason)
+        with suppress(WebSocketDisconnect, RuntimeError):
+            await self._unless_lost(
+                self._send_close(ending.code, reason), self._services.settings.max_send_wait
+            )
+
+    async def _send_close(self, code: CloseCode, reason: str) -> None:
+        await self._outbox.wait_until_empty()
+        await self._websocket.close(code.value, reason)
 
     def _move_to(self, state: State) -> None:
         if state not in TRANSITIONS[self._state]:

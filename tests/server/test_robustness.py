@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import Client, LiveServer, serve
+from tests.server.test_socket_mistral import PATH as MISTRAL
 from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
 
 
@@ -61,6 +63,61 @@ def test_a_socket_that_vanishes_takes_nobody_along(moment: str) -> None:
         neighbour.append(pcm16(tone(2)))
         neighbour.send("input_audio_buffer.commit")
         assert text_of(neighbour.until(COMPLETED)) == "w1 w2"
+
+
+def leave(client: Client) -> None:
+    """Stop sending and reading, as a process that ends does, without a close frame."""
+    client.websocket.socket.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("vanish", [reset, leave], ids=["reset", "end"])
+@pytest.mark.parametrize("moment", ["append", "commit", "finish", "drain"])
+def test_a_client_that_vanishes_while_the_server_waits_frees_its_seat(
+    moment: str, vanish: Callable[[Client], None]
+) -> None:
+    """Room for its audio, or its last text, won't come for as long as the test lasts."""
+    engine = FakeEngine(max_sessions=2, max_buffered_s=2.0)
+    is_mistral = moment == "finish"
+    idle_timeout = 1.0 if moment == "drain" else 0
+    with (
+        serve(engine, max_append_wait=1000.0, idle_timeout=idle_timeout) as live,
+        live.socket(INTENT) as neighbour,
+        live.socket(MISTRAL if is_mistral else INTENT) as client,
+    ):
+        update(neighbour, format=PCM_16)
+        neighbour.append(pcm16(tone(1)))
+        live.wait_until(lambda: engine.num_samples_in > 0)
+        client.next("session.created")
+        (session,) = (s for s in live.services.sessions if s._position == 0)
+        engine.running.clear()
+        type_ = "input_audio.append" if is_mistral else "input_audio_buffer.append"
+        client.append(pcm16(tone(2)), type_)
+        if moment == "append":
+            for _ in range(8):
+                client.append(pcm16(tone(2, num_tokens=12)))
+            live.wait_until(lambda: session.lag_s > 1.0)
+        elif moment == "commit":
+            client.send("input_audio_buffer.commit")
+            live.wait_until(lambda: session.is_waiting_for_text)
+        elif moment == "finish":
+            client.send("input_audio.end")
+            live.wait_until(lambda: session.is_waiting_for_text)
+        else:
+            live.wait_until(lambda: session.is_waiting_for_text)
+        # More is there than is read, so that the end isn't seen by reading.
+        for _ in range(8):
+            client.append(pcm16(tone(2)), type_)
+        vanish(client)
+        vanished_s = time.monotonic()
+        live.wait_until(lambda: session not in live.services.sessions)
+        assert time.monotonic() - vanished_s < 10
+        engine.running.set()
+        if moment != "drain":
+            live.wait_until(lambda: live.num_sessions == 1)
+            neighbour.append(pcm16(tone(2)))
+            neighbour.send("input_audio_buffer.commit")
+            assert text_of(neighbour.until(COMPLETED)) == "w1 w2"
+        live.wait_until(lambda: engine.stats().num_sessions == len(live.services.sessions))
 
 
 def test_one_session_too_many_is_refused_in_words() -> None:
