@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.audio.audio_stream import AudioStream
-from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, SessionOptions
+from engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions
 from engine.detokenizer import Detokenizer, WordTimer
 from engine.errors import EngineFailure
 from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
@@ -43,7 +43,7 @@ class Utterance:
 
     @property
     def num_input_tokens(self) -> int:
-        """Positions that the next decoder step takes: the prompt, then one at a time."""
+        """Positions that the next decoder step must take: the prompt, then one at a time."""
         return self.num_prompt_tokens if self.position == 0 else 1
 
     @property
@@ -51,6 +51,16 @@ class Utterance:
         if self.position == 0:
             return [BOS_ID] + [STREAMING_PAD_ID] * (self.num_prompt_tokens - 1)
         return [self.last_token_id]
+
+    @property
+    def num_draftable_tokens(self) -> int:
+        """Positions after the next one whose audio is here and whose token may well be a pad.
+
+        Most tokens are. After `[STREAMING_WORD]` there is always a piece of the word.
+        """
+        if self.position == 0 or self.last_token_id == STREAMING_WORD_ID:
+            return 0
+        return len(self.adapter) - 1
 
     @property
     def can_decode(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,8 @@ class DecodeJob:
     """Decode the positions [first_position, first_position + n) of a session."""
 
     adapter: Tensor  # (n, decoder dim)
-    token_ids: Sequence[int]  # n ids: the prompt, or the last generated one
+    token_ids: Sequence[int]  # n ids: the prompt, or the last generated one and drafts after it
+    num_drafts: int  # how many of token_ids, at their end, are guesses
     delay_ms: int
     first_position: int
     table: BlockTable
@@ -64,6 +65,19 @@ class DecodeResult(NamedTuple):
     token_id: int
     logit: float
     logprob: float | None
+
+
+def _accepted(
+    job: DecodeJob, rows: Sequence[tuple[int, float, float | None]]
+) -> list[DecodeResult]:
+    """Keep the results up to the first that its draft didn't foresee."""
+    drafts = job.token_ids[len(job.token_ids) - job.num_drafts :]
+    results = []
+    for row, (token_id, logit, logprob) in enumerate(rows):
+        results.append(DecodeResult(token_id, logit, logprob if job.logprob else None))
+        if row < job.num_drafts and token_id != drafts[row]:
+            break
+    return results
 
 
 class ModelRunner:
@@ -148,8 +162,13 @@ class ModelRunner:
         return [EncodeResult(*result) for result in zip(adapter, conv_states, strict=True)]
 
     @torch.inference_mode()
-    def decode(self, jobs: Sequence[DecodeJob]) -> list[DecodeResult]:
-        """Run the decoder and pick each session's next token, the most probable one."""
+    def decode(self, jobs: Sequence[DecodeJob]) -> list[list[DecodeResult]]:
+        """Run the decoder and pick each session's next token, the most probable one.
+
+        A job with drafts gets a token for each of its drafts that was right, and one more: those
+        that it would get one by one. What the wrong ones left in the cache lies beyond the last
+        position that counts, where the next job overwrites it.
+        """
         counts = [len(job.token_ids) for job in jobs]
         token_ids = [token_id for job in jobs for token_id in job.token_ids]
         delay_rows = [
@@ -157,7 +176,12 @@ class ModelRunner:
             for job, count in zip(jobs, counts, strict=True)
             for _ in range(count)
         ]
-        last_rows = [end - 1 for end in accumulate(counts)]
+        ends = list(accumulate(counts))
+        logit_rows = [
+            row
+            for job, end in zip(jobs, ends, strict=True)
+            for row in range(end - 1 - job.num_drafts, end)
+        ]
         batch = self._attention_batch(
             [(job.table, job.first_position, len(job.token_ids)) for job in jobs],
             self._config.decoder.window,
@@ -167,17 +191,16 @@ class ModelRunner:
             torch.cat([job.adapter for job in jobs]),
             self._ids(token_ids),
             self._delay_scales[:, self._ids(delay_rows)],
-            self._ids(last_rows),
+            self._ids(logit_rows),
             batch,
             self.decoder_cache.layers,
         )
         best_logits, best = logits.max(dim=-1)
-        logprobs: list[float | None] = [None] * len(jobs)
+        logprobs: list[float | None] = [None] * len(logit_rows)
         if any(job.logprob for job in jobs):
-            chosen = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
-            logprobs = [x if job.logprob else None for x, job in zip(chosen, jobs, strict=True)]
-        results = zip(best.tolist(), best_logits.tolist(), logprobs, strict=True)
-        return [DecodeResult(*result) for result in results]
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
+        rows = iter(zip(best.tolist(), best_logits.tolist(), logprobs, strict=True))
+        return [_accepted(job, list(islice(rows, job.num_drafts + 1))) for job in jobs]
 
     def _make_cache(
         self, transformer: TransformerConfig, spec: KVCacheSpec, num_blocks: int

@@ -7,14 +7,22 @@ runs no model.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from engine.active_session import ActiveSession
+
+# Up to this many rows an int8 product takes hardly longer than with one.
+_MAX_DRAFT_ROWS: Final = 8
 
 
 class EncodePlan(NamedTuple):
     session: ActiveSession
     num_tokens: int
+
+
+class DecodePlan(NamedTuple):
+    session: ActiveSession
+    num_drafts: int
 
 
 class Scheduler:
@@ -26,9 +34,12 @@ class Scheduler:
     first in the next.
     """
 
-    def __init__(self, max_encode_tokens: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, *, max_encode_tokens: int, max_batched_tokens: int, num_draft_tokens: int
+    ) -> None:
         self._max_encode_tokens = max_encode_tokens
         self._max_batched_tokens = max_batched_tokens
+        self._num_draft_tokens = num_draft_tokens
         self._first_session_id = 0
 
     def to_encode(self, sessions: Iterable[ActiveSession]) -> list[EncodePlan]:
@@ -49,9 +60,22 @@ class Scheduler:
             budget -= num_tokens
         return plans
 
-    def to_decode(self, sessions: Iterable[ActiveSession]) -> list[ActiveSession]:
-        """Return who decodes in this step: every session whose input is there."""
-        return [s for s in sessions if s.utterance is not None and s.utterance.can_decode]
+    def to_decode(self, sessions: Iterable[ActiveSession]) -> list[DecodePlan]:
+        """Return who decodes in this step, every session whose input is there, and who drafts.
+
+        Drafts fill the pass up to 8 rows, shared alike: rows beyond cost time that
+        sessions without a backlog would wait.
+        """
+        ready = [s for s in sessions if s.utterance is not None and s.utterance.can_decode]
+        plans = []
+        num_rows_left = _MAX_DRAFT_ROWS - len(ready)
+        for num_others, session in zip(range(len(ready) - 1, -1, -1), ready, strict=True):
+            assert session.utterance is not None
+            share = max(0, num_rows_left) // (num_others + 1)
+            num_drafts = min(self._num_draft_tokens, share, session.utterance.num_draftable_tokens)
+            plans.append(DecodePlan(session, num_drafts))
+            num_rows_left -= num_drafts
+        return plans
 
     def _in_turn(self, sessions: Iterable[ActiveSession]) -> list[ActiveSession]:
         """Order sessions by age, but start where the last step's budget ran out."""

@@ -113,6 +113,14 @@ class _EngineCollector(Collector):
             value=stats.num_samples_in / SAMPLE_RATE_HZ,
         )
         yield CounterMetricFamily("voxlite_tokens", "Tokens written.", value=stats.num_tokens_out)
+        yield CounterMetricFamily(
+            "voxlite_decoder_passes",
+            "Passes of a session through the decoder; fewer than tokens where pads were drafted.",
+            value=stats.num_passes,
+        )
+        yield CounterMetricFamily(
+            "voxlite_drafted_tokens", "Pads drafted.", value=stats.num_drafted_tokens
+        )
         yield CounterMetricFamily("voxlite_steps", "Engine steps.", value=stats.num_steps)
         blocks = GaugeMetricFamily(
             "voxlite_kv_cache_free_blocks", "Free KV-cache blocks.", labels=["stack"]

@@ -418,7 +418,7 @@ class FailingRunner:
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
-    def decode(self, jobs: Sequence[DecodeJob]) -> list[DecodeResult]:
+    def decode(self, jobs: Sequence[DecodeJob]) -> list[list[DecodeResult]]:
         if any(job.delay_ms == self._delay_ms for job in jobs):
             raise RuntimeError("out of memory")
         return self._runner.decode(jobs)
@@ -469,10 +469,12 @@ def test_a_fault_outside_any_session_ends_the_engine_loudly(
 class NotANumberRunner(FailingRunner):
     """A model runner whose logits of one delay aren't finite."""
 
-    def decode(self, jobs: Sequence[DecodeJob]) -> list[DecodeResult]:
+    def decode(self, jobs: Sequence[DecodeJob]) -> list[list[DecodeResult]]:
         return [
-            result._replace(logit=math.nan) if job.delay_ms == self._delay_ms else result
-            for job, result in zip(jobs, self._runner.decode(jobs), strict=True)
+            [r._replace(logit=math.nan) for r in results]
+            if job.delay_ms == self._delay_ms
+            else results
+            for job, results in zip(jobs, self._runner.decode(jobs), strict=True)
         ]
 
 

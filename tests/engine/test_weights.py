@@ -198,11 +198,12 @@ def test_a_step_keeps_one_dtype_throughout(dtype: torch.dtype, tiny_checkpoint: 
             )
         ]
     )
-    (decoded,) = runner.decode(
+    ((decoded,),) = runner.decode(
         [
             DecodeJob(
                 adapter=encoded.adapter,
                 token_ids=[1, 32, 32],
+                num_drafts=0,
                 delay_ms=480,
                 first_position=0,
                 table=table(SlidingWindowManager(decoder, BlockPool(4), 4), 3),

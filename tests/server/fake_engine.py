@@ -109,6 +109,8 @@ class FakeEngine:
             num_steps=self.num_steps,
             num_samples_in=self.num_samples_in,
             num_tokens_out=self.num_tokens_out,
+            num_passes=self.num_tokens_out,
+            num_drafted_tokens=0,
             num_free_encoder_blocks=self.max_sessions - len(self._sessions),
             num_free_decoder_blocks=self.max_sessions - len(self._sessions),
             step_age_s=None,

@@ -225,6 +225,8 @@ def test_operations(server: LiveServer) -> None:
         "voxlite_sessions 0.0",
         "voxlite_audio_seconds_total",
         "voxlite_tokens_total",
+        "voxlite_decoder_passes_total",
+        "voxlite_drafted_tokens_total",
         "voxlite_step_seconds_bucket",
         "voxlite_batch_sessions_bucket",
         "voxlite_lag_seconds 0.0",

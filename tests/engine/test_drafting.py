@@ -1,0 +1,144 @@
+"""Pads are drafted where audio waits: fewer passes, the same tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine import Engine, EngineConfig, InvalidInput, SessionOptions
+from engine.audio.audio_file import read_audio
+from server.bundled import bundled_model
+from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
+from tests.speechlike import speechlike
+
+Samples = NDArray[np.float32]
+
+
+def engine_of(num_draft_tokens: int | None, model: Path | None = None) -> Engine:
+    """Make an engine on the bundled model, whose text really is mostly pads."""
+    return Engine(
+        EngineConfig(
+            model=str(model or bundled_model()),
+            dtype="float32",
+            num_draft_tokens=num_draft_tokens,
+            poison_freed_blocks=True,
+            max_num_seqs=4,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def sample() -> Samples:
+    return np.concatenate(list(read_audio(bundled_model() / "sample.wav")))
+
+
+@pytest.fixture(scope="module")
+def expected(sample: Samples) -> Listener:
+    return transcribe(engine_of(0), [sample], steps_between=False)
+
+
+@pytest.fixture(scope="module", params=[1, 3, 7])
+def drafting(request: pytest.FixtureRequest) -> Engine:
+    return engine_of(request.param)
+
+
+@pytest.fixture
+def engine(drafting: Engine) -> Iterator[Engine]:
+    yield drafting
+    drafting.check_integrity()
+    assert drafting.stats().num_sessions == 0
+
+
+def test_a_file_takes_fewer_passes_and_gives_the_same(
+    engine: Engine, sample: Samples, expected: Listener
+) -> None:
+    before = engine.stats()
+    listener = transcribe(engine, [sample], steps_between=False)
+    assert listener.ids() == expected.ids()
+    assert [d.words for d in listener.deltas()] == [d.words for d in expected.deltas()]
+    assert [done.usage for done in listener.done] == [done.usage for done in expected.done]
+    after = engine.stats()
+    num_tokens = after.num_tokens_out - before.num_tokens_out
+    num_passes = after.num_passes - before.num_passes
+    assert num_tokens == len(expected.ids())
+    assert num_passes < 0.8 * num_tokens
+    assert num_tokens - num_passes <= after.num_drafted_tokens - before.num_drafted_tokens
+
+
+def test_live_audio_is_not_drafted(engine: Engine, sample: Samples, expected: Listener) -> None:
+    before = engine.stats().num_drafted_tokens
+    chunks = np.array_split(sample, len(sample) // 1_280)
+    session, listener = open_session(engine)
+    for chunk in chunks:
+        session.append(chunk)
+        run_until_idle(engine)
+    assert engine.stats().num_drafted_tokens == before
+    session.finish()  # the flush is a backlog of silence
+    run_until_idle(engine)
+    assert listener.ids() == expected.ids()
+
+
+def test_neighbours_with_and_without_a_backlog_get_their_own_text(
+    engine: Engine, sample: Samples, expected: Listener
+) -> None:
+    live, live_listener = open_session(engine)
+    files = []
+    for start, chunk in enumerate(np.array_split(sample, 60)):
+        live.append(chunk)
+        if start in (5, 6, 30):
+            session, listener = open_session(engine)
+            session.append(sample)
+            session.finish()
+            files.append(listener)
+        engine.step()
+        engine.check_integrity()
+    live.finish()
+    run_until_idle(engine)
+    assert [listener.ids() for listener in (live_listener, *files)] == [expected.ids()] * 4
+
+
+def test_drafts_that_are_mostly_wrong_change_nothing(tiny_checkpoint: Path) -> None:
+    """Few tokens of a random model are pads; its windows are short enough to be passed."""
+    samples = speechlike(8.0, seed=3)
+    plain = transcribe(engine_of(0, tiny_checkpoint), [samples], steps_between=False).ids()
+    engine = engine_of(3, tiny_checkpoint)
+    drafted = transcribe(engine, [samples], steps_between=False).ids()
+    assert drafted == plain
+    stats = engine.stats()
+    num_right = stats.num_tokens_out - stats.num_passes
+    assert 0 < num_right < 0.2 * stats.num_drafted_tokens
+
+
+def test_log_probabilities_are_those_of_single_passes(sample: Samples) -> None:
+    texts = []
+    for num_draft_tokens in (0, 3):
+        engine, listener = engine_of(num_draft_tokens), Listener()
+        session = engine.open(SessionOptions(logprobs=True), listener)
+        session.append(sample)
+        session.finish()
+        run_until_idle(engine)
+        texts.append([p for delta in listener.deltas() for p in delta.logprobs or ()])
+    assert len(texts[0]) > 60
+    assert texts[1] == pytest.approx(texts[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(("quantization", "expected"), [("none", 0), ("int8", 3)])
+def test_what_is_drafted_by_itself_suits_the_weights(
+    quantization: str, expected: int, tiny_checkpoint: Path
+) -> None:
+    config = EngineConfig(
+        model=str(tiny_checkpoint), device="cpu", quantization=quantization, max_num_seqs=1
+    )
+    engine = Engine(config)
+    transcribe(engine, [speechlike(3.0, seed=3)], steps_between=False)
+    stats = engine.stats()
+    most = expected * stats.num_passes
+    assert most * 0.5 <= stats.num_drafted_tokens <= most
+
+
+@pytest.mark.parametrize("num_draft_tokens", [-1, 8])
+def test_more_drafts_than_a_pass_has_room_for_are_refused(num_draft_tokens: int) -> None:
+    with pytest.raises(InvalidInput, match=f"num_draft_tokens={num_draft_tokens}: 0 to 7"):
+        EngineConfig(model="x", num_draft_tokens=num_draft_tokens)
