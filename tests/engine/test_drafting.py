@@ -108,7 +108,7 @@ def test_drafts_that_are_mostly_wrong_change_nothing(tiny_checkpoint: Path) -> N
     assert drafted == plain
     stats = engine.stats()
     num_right = stats.num_tokens_out - stats.num_passes
-    assert 0 < num_right < 0.2 * stats.num_drafted_tokens
+    assert 0 < num_right < 0.5 * stats.num_drafted_tokens
 
 
 def test_log_probabilities_are_those_of_single_passes(sample: Samples) -> None:
