@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -65,11 +66,12 @@ class TranscriptionEngine(Protocol):
 
 
 class EngineStatus(Enum):
-    """LOADING becomes READY or FAILED; READY becomes FAILED or STOPPED."""
+    """LOADING becomes READY or FAILED; each becomes STOPPING, and that STOPPED."""
 
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
+    STOPPING = "stopping"
     STOPPED = "stopped"
 
 
@@ -86,14 +88,17 @@ class AsyncEngine:
         """Take what loads the engine; nothing is loaded before `start`."""
         self._load = load
         self._engine: TranscriptionEngine | None = None
-        self._loading: asyncio.Task[None] | None = None
+        self._loading: asyncio.Future[None] | None = None
         self._error: VoxliteError | None = None
+        self._is_stopping = False
         self._is_stopped = False
 
     @property
     def status(self) -> EngineStatus:
         if self._is_stopped:
             return EngineStatus.STOPPED
+        if self._is_stopping:
+            return EngineStatus.STOPPING
         if self._failure() is not None:
             return EngineStatus.FAILED
         return EngineStatus.LOADING if self._engine is None else EngineStatus.READY
@@ -104,37 +109,63 @@ class AsyncEngine:
         failure = self._failure()
         if failure is not None:
             return f"the engine has failed: {failure}"
+        if self._is_stopped:
+            return "the engine has stopped"
+        if self._is_stopping:
+            return "the server is being stopped"
         if self._engine is None:
             return "the model is being loaded; try again in a moment"
-        return "the engine has stopped" if self._is_stopped else "ready"
+        return "ready"
 
     def start(self, on_failure: Callable[[VoxliteError], None]) -> None:
         """Begin to load. `on_failure` is called if that isn't possible."""
-        self._loading = asyncio.get_running_loop().create_task(self._run_load(on_failure))
+        loop = asyncio.get_running_loop()
+        self._loading = loop.create_future()
 
-    async def _run_load(self, on_failure: Callable[[VoxliteError], None]) -> None:
+        def load() -> None:
+            result = self._try_to_load()
+            # The loop is gone if the server has been stopped meanwhile.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._take_loaded, result, on_failure)
+
+        # A daemon: a process that is to end doesn't wait for the minutes that a load may take.
+        Thread(target=load, name="load", daemon=True).start()
+
+    def _try_to_load(self) -> TranscriptionEngine | VoxliteError:
         try:
-            engine = await asyncio.to_thread(self._load)
+            return self._load()
         except VoxliteError as err:
-            self._error = err
-            on_failure(err)
-            return
+            return err
         except Exception as err:
             logger.exception("the model can't be loaded")
-            self._error = EngineFailure(repr(err))
-            on_failure(self._error)
-            return
-        engine.start()
-        self._engine = engine
+            return EngineFailure(repr(err))
+
+    def _take_loaded(
+        self,
+        result: TranscriptionEngine | VoxliteError,
+        on_failure: Callable[[VoxliteError], None],
+    ) -> None:
+        assert self._loading is not None
+        self._loading.set_result(None)
+        if isinstance(result, VoxliteError):
+            self._error = result
+            on_failure(result)
+        elif not self._is_stopping:
+            result.start()
+            self._engine = result
 
     async def loaded(self) -> None:
         """Wait until the model is loaded or can't be."""
         if self._loading is not None:
             await asyncio.shield(self._loading)
 
+    def stop_accepting(self) -> None:
+        """Open no more sessions."""
+        self._is_stopping = True
+
     async def stop(self) -> None:
-        """End all sessions and the engine."""
-        await self.loaded()
+        """End all sessions and the engine. A model that is still being loaded is left alone."""
+        self.stop_accepting()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
         self._is_stopped = True
@@ -145,11 +176,14 @@ class AsyncEngine:
 
         Raises:
             NotLoaded: it is still being loaded.
+            Overloaded: the server is being stopped.
             EngineFailure: it has failed or stopped.
         """
         match self.status:
             case EngineStatus.LOADING:
                 raise NotLoaded(self.reason)
+            case EngineStatus.STOPPING:
+                raise Overloaded(self.reason)
             case EngineStatus.FAILED | EngineStatus.STOPPED:
                 raise EngineFailure(self.reason)
         assert self._engine is not None

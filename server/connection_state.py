@@ -15,6 +15,7 @@ class CloseCode(Enum):
     NORMAL = 1000
     POLICY = 1008
     INTERNAL_ERROR = 1011
+    SERVICE_RESTART = 1012
     TRY_AGAIN_LATER = 1013
 
 

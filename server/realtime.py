@@ -94,6 +94,7 @@ class RealtimeConnection:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._commit_times_s: deque[float] = deque()
         self._is_lost = lost_event(websocket.scope)
+        self._is_listening = asyncio.Event()  # cleared while a message is carried out
 
     async def run(self, model: str | None, subprotocol: str | None) -> None:
         """Accept the client and serve it until it, or the server, has had enough.
@@ -132,6 +133,7 @@ class RealtimeConnection:
             asyncio.create_task(self._read(session)),
             asyncio.create_task(self._watch(session)),
             asyncio.create_task(self._watch_connection()),
+            asyncio.create_task(self._end_when_stopping(session)),
         ]
         try:
             self._emit(
@@ -176,7 +178,9 @@ class RealtimeConnection:
         """Carry out the client's messages, one after the other."""
         try:
             while True:
+                self._is_listening.set()
                 message = await self._websocket.receive()
+                self._is_listening.clear()
                 if message["type"] == "websocket.disconnect":
                     self._end(CLIENT_IS_GONE)
                     return
@@ -268,6 +272,14 @@ class RealtimeConnection:
         """End a session whose client is gone, whatever it is waiting for."""
         await self._is_lost.wait()
         self._end(CLIENT_IS_GONE)
+
+    async def _end_when_stopping(self, session: TranscriptionSession) -> None:
+        """End a session of a server that is being stopped, once no committed text is to come."""
+        await self._services.stopping.wait()
+        while session.is_waiting_for_text or not self._is_listening.is_set():
+            await self._is_listening.wait()
+            await session.wait_for_text()
+        self._end(Ending(CloseCode.SERVICE_RESTART))
 
     def _end_at_limit(self, fault: Fault, message: str) -> None:
         self._metrics.refusals.labels(reason=fault.code).inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import Any, Final
 
 import uvicorn
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from engine.errors import InvalidInput, VoxliteError
 from server.app import create_app
 from server.realtime import MAX_MESSAGE_BYTES
+from server.services import Services
 from server.settings import ServerSettings
 from server.socket_transport import BoundedWebSocketProtocol
 
@@ -21,7 +23,9 @@ logger = logging.getLogger(__name__)
 # A frame up to twice the limit is read and then refused in words; a larger one ends the socket.
 _MAX_FRAME_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 _PING_INTERVAL_S: Final = 20.0
-_MAX_SHUTDOWN_S: Final = 10
+# Docker kills a container 10 s after it asked it to stop: what is left then has to fit in 2 s.
+_MAX_DRAIN_S: Final = 8.0
+_MAX_SHUTDOWN_S: Final = 1
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -48,6 +52,26 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
+class DrainingServer(uvicorn.Server):
+    """Let text and answers that are on their way arrive before the server stops."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new sessions in words, wait for those that are there, then shut down."""
+        logger.info("stopping: no new sessions; waiting for committed text")
+        self._services.stop_accepting()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _MAX_DRAIN_S
+        # uvicorn's own way of waiting for them; a second SIGINT ends it.
+        while self.server_state.tasks and not self.force_exit and loop.time() < deadline_s:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+    @property
+    def _services(self) -> Services:
+        services: Services = self.config.app.state.services  # type: ignore[union-attr]
+        return services
+
+
 def serve(settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -60,7 +84,7 @@ def serve(settings: ServerSettings) -> None:
         failures.append(error)
         server.should_exit = True
 
-    server = uvicorn.Server(uvicorn_config(create_app(settings, on_failure=stop), settings))
+    server = DrainingServer(uvicorn_config(create_app(settings, on_failure=stop), settings))
     if not settings.api_key and settings.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("no --api-key is set: everybody who reaches %s may use it", settings.host)
     asyncio.run(server.serve())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
@@ -25,7 +26,13 @@ class Services:
     client_secrets: ClientSecrets
     session_services: SessionServices
     started_s: int
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     sessions: set[TranscriptionSession] = field(default_factory=set)
+
+    def stop_accepting(self) -> None:
+        """Open no more sessions; each that is there ends when it has no text to come."""
+        self.engine.stop_accepting()
+        self.stopping.set()
 
     def offer(self) -> ServerOffer:
         """Return what clients may choose; before the model is loaded, what is usual."""

@@ -157,6 +157,10 @@ class TranscriptionSession:
         """End the open utterance, if there is one, and wait for all text."""
         if self._items.open is not None or is_forced:
             await self.commit()
+        await self.wait_for_text()
+
+    async def wait_for_text(self) -> None:
+        """Wait for all text of what has been committed."""
         while self._items.num_committed > 0 and not self._has_ended:
             self._has_news.clear()
             await self._has_news.wait()

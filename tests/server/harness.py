@@ -14,7 +14,7 @@ import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
 from server.app import create_app
-from server.serve import uvicorn_config
+from server.serve import DrainingServer, uvicorn_config
 from server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_voice import LoudnessModel
@@ -26,6 +26,7 @@ class LiveServer:
     """A running server and its address."""
 
     def __init__(self, server: uvicorn.Server, engine: Any, settings: ServerSettings) -> None:
+        self._server = server
         self.engine = engine
         self.settings = settings
         self.listener = server.servers[0].sockets[0]
@@ -60,6 +61,10 @@ class LiveServer:
                 return
             waiting.wait(0.01)
         raise AssertionError("it did not happen")
+
+    def stop(self) -> None:
+        """Begin to stop the server, as a signal does."""
+        self._server.should_exit = True
 
     @property
     def num_sessions(self) -> int:
@@ -107,7 +112,7 @@ def serve(
     app = create_app(
         chosen, load_engine=load or (lambda: engine), voice_model=voice_model or LoudnessModel()
     )
-    server = uvicorn.Server(uvicorn_config(app, chosen))
+    server = DrainingServer(uvicorn_config(app, chosen))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     live = None

@@ -8,12 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
 import soundfile
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from engine import Engine, EngineConfig
 from engine.errors import CheckpointError
@@ -22,8 +25,9 @@ from server.serve import serve as run_server
 from server.serve import settings_of
 from server.warm_up import log_speed, step_s
 from tests.checkpoints import write_checkpoint
-from tests.server.fake_engine import FakeEngine, tone
-from tests.server.harness import TIMEOUT_S, LiveServer, serve
+from tests.server.fake_engine import FakeEngine, pcm16, tone
+from tests.server.harness import TIMEOUT_S, Client, LiveServer, serve
+from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -63,6 +67,76 @@ def test_it_serves_a_checkpoint_and_ends_cleanly_on_sigterm(tmp_path: Path) -> N
     finally:
         process.kill()
         process.communicate()
+
+
+def test_text_of_a_committed_turn_arrives_after_sigterm(tmp_path: Path) -> None:
+    folder, port = write_checkpoint(tmp_path / "checkpoint"), free_port()
+    process = start(str(folder), "--port", str(port))
+    try:
+        with httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False
+        ) as http:
+            _Waiting(process, http).wait_until_ready()
+        clip = pcm16(0.1 * np.random.default_rng(0).standard_normal(20 * 16_000))
+        with connect(f"ws://127.0.0.1:{port}{INTENT}", proxy=None, max_size=None) as websocket:
+            client = Client(websocket)
+            update(client, format=PCM_16)
+            client.append(clip)
+            client.send("input_audio_buffer.commit")
+            client.next("input_audio_buffer.committed")
+            process.send_signal(signal.SIGTERM)
+            assert client.next(COMPLETED)["usage"]["total_tokens"] > 20 / 0.08
+            with pytest.raises(ConnectionClosed) as closed:
+                client.receive()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+        assert process.wait(TIMEOUT_S) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_that_is_stopped_finishes_what_was_committed_and_refuses_the_rest() -> None:
+    engine = FakeEngine()
+    with (
+        serve(engine) as live,
+        live.http() as http,
+        live.socket(INTENT) as waiting,
+        live.socket(INTENT) as late,
+        live.socket(INTENT) as idle,
+    ):
+        for client in (waiting, late, idle):
+            update(client, format=PCM_16)
+        engine.running.clear()
+        waiting.append(pcm16(tone(1, 2)))
+        waiting.send("input_audio_buffer.commit")
+        waiting.next("input_audio_buffer.committed")
+        # More than there is room for: its commit is read only after the server was told to stop.
+        late.append(pcm16(np.tile(tone(3, 4, num_tokens=10), 60)))
+        late.send("input_audio_buffer.commit")
+        live.wait_until(lambda: any(session.lag_s > 50 for session in live.services.sessions))
+        live.stop()
+        with pytest.raises(ConnectionClosed) as closed:
+            idle.receive()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+        health = http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "stopping"
+        with live.socket(INTENT) as refused:
+            assert refused.receive()["error"]["code"] == "overloaded"
+        engine.running.set()
+        assert text_of(waiting.until(COMPLETED)) == "w1 w2"
+        assert text_of(late.until(COMPLETED)) == " ".join(["w3 w4"] * 60)
+
+
+def test_a_server_that_is_loading_stops_without_waiting_for_it() -> None:
+    may_load = threading.Event()
+
+    def load() -> FakeEngine:
+        may_load.wait(10 * TIMEOUT_S)
+        return FakeEngine()
+
+    with serve(load=load) as live, live.http() as http:
+        assert http.get("/health").json()["status"] == "loading"
+    may_load.set()
 
 
 class _Waiting:
