@@ -109,19 +109,57 @@ def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -
 
 
 def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
-    """Attend with one session's queries, (K, G, n, D); the result has the same shape."""
-    groups, rows = queries.shape[1:3]
-    q = queries.flatten(1, 2) * queries.shape[-1] ** -0.5  # (K, G n, D)
-    scores = torch.cat(
-        [q @ cache.keys[:, r.start : r.stop].transpose(1, 2) for r in segment.key_runs], dim=-1
-    ).to(torch.float32)  # (K, G n, L)
-    if segment.mask is not None:
-        scores = scores.unflatten(1, (groups, rows)).masked_fill(~segment.mask, -torch.inf)
-        scores = scores.flatten(1, 2)
-    weights = torch.softmax(scores, dim=-1).to(q.dtype)
-    parts = weights.split([len(run) for run in segment.key_runs], dim=-1)
-    out = torch.zeros_like(q)
-    for part, run in zip(parts, segment.key_runs, strict=True):
-        out += part @ cache.values[:, run.start : run.stop]
-    attended: Tensor = out.unflatten(1, (groups, rows))
-    return attended
+    """Attend with one session's queries, (K, G, n, D); the result has the same shape.
+
+    Runs are attended to one by one, and their results weighed by what each has of the sum under
+    the softmax: nothing is copied where a window wraps around its ring.
+    """
+    q = queries.flatten(1, 2)  # (K, G n, D)
+    mask = segment.mask
+    if mask is not None and queries.shape[1] > 1:
+        mask = mask.repeat(queries.shape[1], 1)  # (G n, L)
+    attend = _attend_flash if q.device.type == "cpu" else _attend_dense
+    outs, log_sums = [], []
+    first = 0
+    for run in segment.key_runs:
+        keys, values = (x[:, run.start : run.stop] for x in (cache.keys, cache.values))
+        part = None if mask is None else mask[:, first : first + len(run)]
+        first += len(run)
+        out, log_sum = attend(q, keys, values, part)
+        outs.append(out)
+        log_sums.append(log_sum)
+    if len(outs) == 1:
+        return outs[0].view_as(queries)
+    weights = torch.softmax(torch.stack(log_sums), dim=0)[..., None]  # (runs, K, G n, 1) float32
+    # Where a run is masked as a whole its weight is 0, and its result may be no number.
+    merged = (torch.where(weights > 0, torch.stack(outs), 0) * weights).sum(dim=0)
+    return merged.to(q.dtype).view_as(queries)
+
+
+def _attend_flash(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to one run of keys with PyTorch's kernel for CPUs: (K, N, D), (K, L, D), (N, L).
+
+    Returns:
+        (K, N, D) outputs, and (K, N) float32 logarithms of the sums under the softmax.
+    """
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], keys[None], values[None], attn_mask=bias
+    )
+    if mask is not None:  # of a row without keys the kernel says 0
+        log_sum = log_sum.masked_fill(~mask.any(dim=1), -torch.inf)
+    return out[0], log_sum[0]
+
+
+def _attend_dense(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do what `_attend_flash` does, on any device, with all scores in memory."""
+    scores = (q * q.shape[-1] ** -0.5 @ keys.transpose(1, 2)).float()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, dim=-1).to(q.dtype) @ values, scores.logsumexp(dim=-1)

@@ -5,6 +5,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache_manager import KVCacheSpec, SlidingWindowManager
+from engine.model import attention
 from engine.model.attention import (
     LayerCache,
     Segment,
@@ -89,9 +90,15 @@ def test_the_window_mask_is_the_drawn_one() -> None:
     assert window_mask(4, 2, 3, CPU).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
 
 
-def test_attention_over_two_runs_equals_dense_attention_over_one() -> None:
+@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize("kernel", ["_attend_flash", "_attend_dense"])
+def test_attention_over_two_runs_equals_dense_attention_over_one(
+    kernel: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 9 rows, the first of them read nothing of the second run."""
+    monkeypatch.setattr(attention, "_attend_flash", getattr(attention, kernel))
     torch.manual_seed(0)
-    num_keys, rows = 12, 5
+    num_keys = 12
     keys, values = torch.randn(2, NUM_KV_HEADS, num_keys, HEAD_SIZE)
     queries = torch.randn(rows, NUM_KV_HEADS * GROUPS, HEAD_SIZE)
     mask = window_mask(num_keys - rows, rows, 100, CPU)
