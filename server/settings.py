@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import EngineConfig
@@ -59,13 +59,18 @@ class ServerSettings(BaseSettings):
 
     @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
+    def _split(cls, value: object, info: ValidationInfo) -> object:
+        names: tuple[str, ...]
         if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list | tuple):
+            names = tuple(_names_in(value))
+        elif not isinstance(value, list | tuple):
             return value
-        names = tuple(name for text in value for name in _names_in(text))
-        if value and not names:
+        elif info.field_name == "api_key":
+            # A key given as a flag is taken as it is: it may have commas.
+            names = tuple(filter(None, map(str.strip, value)))
+        else:
+            names = tuple(name for text in value for name in _names_in(text))
+        if not names and value not in ([], ()):
             # An empty key would open the server to everybody, most often by a variable not set.
             raise ValueError("it is empty; leave it out, or say what it should be")
         return names

@@ -108,9 +108,7 @@ def test_a_client_that_vanishes_while_the_server_waits_frees_its_seat(
         for _ in range(8):
             client.append(pcm16(tone(2)), type_)
         vanish(client)
-        vanished_s = time.monotonic()
         live.wait_until(lambda: session not in live.services.sessions)
-        assert time.monotonic() - vanished_s < 10
         engine.running.set()
         if moment != "drain":
             live.wait_until(lambda: live.num_sessions == 1)

@@ -73,6 +73,14 @@ def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) 
         settings_of()
 
 
+def test_a_key_with_a_comma_is_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(api_key=["a,b", " [c "]).api_key == ("a,b", "[c")
+    monkeypatch.setenv("VOXLITE_API_KEY", '["a,b", "c"]')
+    assert settings_of().api_key == ("a,b", "c")
+    with pytest.raises(InvalidInput, match="it is empty"):
+        settings_of(api_key=[" "])
+
+
 def test_a_certificate_that_is_missing_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.pem")
     with pytest.raises(InvalidInput, match=rf"{missing}: no such file"):
