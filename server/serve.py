@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from engine.errors import InvalidInput, VoxliteError
 from server.app import create_app
+from server.listening import listen
 from server.realtime import MAX_MESSAGE_BYTES
 from server.services import Services
 from server.settings import ServerSettings
@@ -55,6 +56,16 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
 class DrainingServer(uvicorn.Server):
     """Let text and answers that are on their way arrive before the server stops."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say where: uvicorn doesn't, for sockets that it was given."""
+        await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        for sock in sockets or ():
+            host, port = sock.getsockname()[:2]
+            logger.info(
+                "listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port
+            )
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new sessions in words, wait for those that are there, then shut down."""
         logger.info("stopping: no new sessions; waiting for committed text")
@@ -76,6 +87,7 @@ def serve(settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
+        InvalidInput: nobody can listen on that host and port; nothing has been loaded.
         CheckpointError, InvalidInput, EngineFailure: the model can't be loaded.
     """
     failures: list[VoxliteError] = []
@@ -87,7 +99,8 @@ def serve(settings: ServerSettings) -> None:
     server = DrainingServer(uvicorn_config(create_app(settings, on_failure=stop), settings))
     if not settings.api_key and settings.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("no --api-key is set: everybody who reaches %s may use it", settings.host)
-    asyncio.run(server.serve())
+    sockets = listen(settings.host, settings.port)
+    asyncio.run(server.serve(sockets))
     if failures:
         raise failures[0]
 

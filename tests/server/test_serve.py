@@ -19,8 +19,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from engine import Engine, EngineConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidInput
 from server import demo
+from server.listening import listen
 from server.serve import serve as run_server
 from server.serve import settings_of
 from server.warm_up import log_speed, step_s
@@ -137,6 +138,39 @@ def test_a_server_that_is_loading_stops_without_waiting_for_it() -> None:
     with serve(load=load) as live, live.http() as http:
         assert http.get("/health").json()["status"] == "loading"
     may_load.set()
+
+
+def test_a_port_in_use_is_said_before_the_model_is_looked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        process = start("no-such-model", "--port", str(port))
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert f"voxlite: can't listen on host 127.0.0.1, port {port}: address already in use" in errors
+    assert "Traceback" not in errors and "no-such-model" not in errors
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0"])
+def test_every_kind_of_host_is_listened_on(host: str) -> None:
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    sockets = listen(host, 0)
+    port = sockets[0].getsockname()[1]
+    assert {sock.getsockname()[1] for sock in sockets} == {port}
+    with socket.create_connection(("localhost" if host == "0.0.0.0" else host, port), TIMEOUT_S):
+        pass
+    with pytest.raises(InvalidInput, match="address already in use"):
+        listen(host, port)
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_host_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"host no\.such\.host\.invalid, port 80"):
+        listen("no.such.host.invalid", 80)
 
 
 class _Waiting:
