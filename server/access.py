@@ -15,11 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.auth import KeyRing, OriginPolicy, key_in
 from server.http.errors import error_body
 from server.metrics import Metrics
+from server.wording import shorten
 
 # What a load balancer asks, and the page that asks for the key.
 PUBLIC_PATHS: Final = ("/health", "/ping", "/")
 PUBLIC_PREFIX: Final = "/web/"
-SOCKET_PATHS: Final = ("/v1/realtime", "/v1/audio/transcriptions/realtime")
+REALTIME_PATH: Final = "/v1/realtime"
+MISTRAL_PATH: Final = "/v1/audio/transcriptions/realtime"
+_SOCKET_PATHS: Final = (REALTIME_PATH, MISTRAL_PATH)
 
 
 class AccessControl:
@@ -57,6 +60,9 @@ class AccessControl:
             message = "no API key was given" if key is None else "the API key is not valid"
             body = error_body(f"{message}: send Authorization: Bearer <key>", "invalid_api_key")
             return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        if scope["type"] == "websocket" and scope["path"] not in _SOCKET_PATHS:
+            message = f"no socket at {shorten(scope['path'])}: there are {', '.join(_SOCKET_PATHS)}"
+            return JSONResponse(error_body(message, "not_found"), 404)
         return None
 
     def _is_open(self, scope: Scope) -> bool:

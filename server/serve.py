@@ -18,6 +18,7 @@ from server.realtime import MAX_MESSAGE_BYTES
 from server.services import Services
 from server.settings import ServerSettings
 from server.socket_transport import BoundedWebSocketProtocol
+from server.wording import problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,4 +117,4 @@ def settings_of(**flags: Any) -> ServerSettings:
     except ValidationError as err:
         first = err.errors(include_url=False)[0]
         name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
-        raise InvalidInput(f"{name}: {first['msg']}") from err
+        raise InvalidInput(problem_of(first, name)) from err

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.websockets import WebSocket
 
+from server.access import MISTRAL_PATH, REALTIME_PATH
 from server.auth import SUBPROTOCOL, key_in
 from server.protocol.mistral import MistralProtocol
 from server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
@@ -18,7 +19,7 @@ from server.transcription_session import new_id
 router = APIRouter()
 
 
-@router.websocket("/v1/realtime")
+@router.websocket(REALTIME_PATH)
 async def realtime(websocket: WebSocket) -> None:
     """Serve a client of vLLM's or OpenAI's protocol."""
     services = services_of(websocket)
@@ -32,7 +33,7 @@ async def realtime(websocket: WebSocket) -> None:
     await _serve(websocket, services, protocol, subprotocol, update)
 
 
-@router.websocket("/v1/audio/transcriptions/realtime")
+@router.websocket(MISTRAL_PATH)
 async def mistral_realtime(websocket: WebSocket) -> None:
     """Serve a client of Mistral's protocol."""
     services = services_of(websocket)

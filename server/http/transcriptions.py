@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.types import Message
 
@@ -29,6 +29,7 @@ from server.protocol.openai_common import usage_json
 from server.protocol.wire import check_model, logprobs_json, with_delay
 from server.services import Services, services_of
 from server.session_config import PCM_16_KHZ, ServerOffer
+from server.wording import problem_of
 
 router = APIRouter()
 
@@ -37,17 +38,23 @@ _STREAMED_FORMATS: Final = ("json", "text")
 _Events = AsyncIterator[TextDelta | UtteranceDone]
 
 
+def _or_none(value: object) -> object:
+    return value or None
+
+
 class _Options(BaseModel):
-    """The fields of the form that have an effect."""
+    """The fields of the form that are checked; all but the temperature have an effect."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    model: Annotated[str | None, BeforeValidator(lambda value: value or None)] = None
+    model: Annotated[str | None, BeforeValidator(_or_none)] = None
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     stream: bool = False
     include: list[Literal["logprobs"]] = []
     timestamp_granularities: list[Literal["word", "segment"]] = []
     transcription_delay_ms: int | None = None
+    # Checked as OpenAI does, but greedy decoding has no use for it.
+    temperature: Annotated[float | None, BeforeValidator(_or_none), Field(ge=0, le=1)] = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -56,6 +63,9 @@ class _Options(BaseModel):
     @property
     def granularities(self) -> list[Literal["word", "segment"]]:
         return self.timestamp_granularities or ["segment"]
+
+
+_EFFECTIVE_FIELDS: Final = {"file", *_Options.model_fields} - {"temperature"}
 
 
 @router.post("/v1/audio/transcriptions")
@@ -73,7 +83,7 @@ async def transcribe(request: Request) -> Response:
         await form.close()
         raise
     response = await (run.stream() if options.stream else run.whole(request))
-    ignored = sorted(_plain_names(form) - set(_Options.model_fields) - {"file"})
+    ignored = sorted(_plain_names(form) - _EFFECTIVE_FIELDS)
     if ignored:
         response.headers["X-Voxlite-Ignored"] = ", ".join(_header_safe(ignored))
     return response
@@ -243,7 +253,7 @@ def _options(form: FormData, offer: ServerOffer) -> _Options:
     except ValidationError as err:
         first = err.errors(include_url=False)[0]
         param = str(first["loc"][0])
-        raise ProtocolError(Fault.INVALID_VALUE, f"{param}: {first['msg']}", param) from err
+        raise ProtocolError(Fault.INVALID_VALUE, problem_of(first, param), param) from err
     if options.model is not None:
         check_model(options.model, offer)
     if options.transcription_delay_ms is not None:

@@ -33,11 +33,11 @@ from server.protocol.wire import (
     decode_audio,
     dump,
     event_type,
-    shorten,
     validate,
     with_delay,
 )
 from server.session_config import PCM_16_KHZ, AudioFormat, Encoding, ServerOffer, SessionConfig
+from server.wording import shorten
 
 MAX_APPEND_BYTES: Final = 262_144
 # Mistral's own number for a session without progress; all others are HTTP statuses.

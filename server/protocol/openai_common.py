@@ -35,11 +35,11 @@ from server.protocol.wire import (
     dump,
     event_type,
     logprobs_json,
-    shorten,
     validate,
     words_json,
 )
 from server.session_config import ServerOffer, SessionConfig
+from server.wording import shorten
 
 _TRANSCRIPTION: Final = "conversation.item.input_audio_transcription"
 

@@ -29,7 +29,7 @@ from server.protocol.openai_session import (
     transcription_json,
     turn_detection_json,
 )
-from server.protocol.wire import WireModel, shorten, validate
+from server.protocol.wire import WireModel, validate
 from server.session_config import (
     G711_RATE_HZ,
     RATES_HZ,
@@ -38,6 +38,7 @@ from server.session_config import (
     ServerOffer,
     SessionConfig,
 )
+from server.wording import shorten
 
 _DEFAULT_PCM_RATE_HZ: Final = 24_000
 _ENCODINGS: Final = {

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from server.protocol.messages import Fault, ProtocolError
-from server.protocol.wire import LOGPROBS, WireModel, check_model, shorten, validate, with_delay
+from server.protocol.wire import LOGPROBS, WireModel, check_model, validate, with_delay
 from server.session_config import (
     Eagerness,
     SemanticVad,
@@ -22,6 +22,7 @@ from server.session_config import (
     SessionConfig,
     TurnDetection,
 )
+from server.wording import shorten
 
 # An extension: words with their times in deltas and in the completed text.
 WORDS: Final = "item.input_audio_transcription.words"

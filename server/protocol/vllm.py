@@ -36,12 +36,12 @@ from server.protocol.wire import (
     dump,
     event_type,
     logprobs_json,
-    shorten,
     validate,
     with_delay,
     words_json,
 )
 from server.session_config import ServerOffer, SessionConfig
+from server.wording import shorten
 
 # Where vLLM has a code of its own.
 _CODES: Final = {

@@ -17,9 +17,9 @@ from engine.errors import InvalidInput
 from engine.events import Word
 from server.protocol.messages import Fault, ProtocolError, TokenLogprob
 from server.session_config import ServerOffer, SessionConfig
+from server.wording import problem_of, shorten
 
 LOGPROBS: Final = "item.input_audio_transcription.logprobs"
-_MAX_SHOWN_CHARACTERS: Final = 64
 
 
 class WireModel(BaseModel):
@@ -86,17 +86,10 @@ def validate(model: type[Model], value: object, path: str = "") -> Model:
         fields = (str(field) for field in first["loc"])
         param = ".".join(filter(None, (path, *fields))) or None
         is_missing = first["type"] == "missing"
-        message = f"Missing required field: {param}" if is_missing else f"{param}: {first['msg']}"
-        shown = first["input"]
-        if not is_missing and isinstance(shown, str | int | float | bool | None):
-            message += f", not {shorten(json.dumps(shown))}"
+        name = param or "the message"
+        message = f"Missing required field: {param}" if is_missing else problem_of(first, name)
         fault = Fault.MISSING_FIELD if is_missing else Fault.INVALID_VALUE
         raise ProtocolError(fault, message, param) from err
-
-
-def shorten(text: str) -> str:
-    """Cut a client's text to what an error message has room for."""
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
 
 
 def decode_audio(audio: str, param: str = "audio") -> bytes:

@@ -114,6 +114,9 @@ def test_a_wav_of_unknown_length(server: LiveServer) -> None:
         ({"include[]": "everything"}, CLIP, 400, "include"),
         ({"transcription_delay_ms": "500"}, CLIP, 400, "transcription_delay_ms"),
         ({"transcription_delay_ms": "x"}, CLIP, 400, "transcription_delay_ms"),
+        ({"temperature": "abc"}, CLIP, 400, "temperature"),
+        ({"temperature": "1.5"}, CLIP, 400, "temperature"),
+        ({"temperature": "nan"}, CLIP, 400, "temperature"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_words(
@@ -130,6 +133,31 @@ def test_what_cannot_be_done_is_refused_in_words(
     assert error["type"] == "invalid_request_error" and error["message"]
     assert error["param"] == param
     server.wait_until(lambda: server.num_sessions == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": "xml"}, "response_format \"xml\": one of 'json', 'text', 'srt', "),
+        ({"transcription_delay_ms": "x"}, 'transcription_delay_ms "x": a whole number'),
+        ({"temperature": "1.5"}, 'temperature "1.5": at most 1'),
+        ({"stream": "maybe"}, 'stream "maybe": true or false'),
+    ],
+)
+def test_an_error_says_the_field_its_value_and_what_is_possible(
+    server: LiveServer, fields: dict[str, str], message: str
+) -> None:
+    assert post(server, **fields).json()["error"]["message"].startswith(message)
+
+
+def test_a_float_file_with_values_that_are_not_finite_has_silence_there(
+    server: LiveServer,
+) -> None:
+    samples = tone(1, 2, 3).astype(np.float32)
+    samples[1280:2560] = np.nan
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, 16_000, format="WAV", subtype="FLOAT")
+    assert post(server, buffer.getvalue()).json()["text"] == "w1 w3"
 
 
 def test_a_missing_file_is_named(server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -226,3 +227,15 @@ def test_logs_hold_no_keys_and_no_text(
     server_lines = [r.getMessage() for r in caplog.records if not r.name.startswith("websockets")]
     assert server_lines
     assert not any("first-key" in line or "w17" in line for line in server_lines)
+
+
+def test_a_socket_at_an_unknown_path_is_not_found_but_only_for_those_who_may_come_in() -> None:
+    with serve(api_key=("secret",)) as live:
+        for key, status, code in (("secret", 404, "not_found"), ("wrong", 401, "invalid_api_key")):
+            headers = {"Authorization": f"Bearer {key}"}
+            with pytest.raises(InvalidStatus) as refused:
+                with live.socket("/v1/nowhere", additional_headers=headers):
+                    pass
+            response = refused.value.response
+            assert response.status_code == status
+            assert json.loads(response.body)["error"]["code"] == code

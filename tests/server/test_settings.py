@@ -49,6 +49,22 @@ def test_impossible_values_are_named(name: str, value: object) -> None:
         settings_of(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": 70_000}, "--port 70000: at most 65535"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0: at least 1"),
+        ({"dtype": "int3"}, "--dtype \"int3\": one of 'auto', 'bfloat16', 'float32' or 'float16'"),
+        ({"idle_timeout": float("inf")}, "--idle-timeout Infinity: a finite number"),
+        ({"colour": "red"}, '--colour "red": no such setting'),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_our_own_words(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        settings_of(**flags)
+    assert str(refused.value) == message
+
+
 def test_the_engine_gets_its_part(tmp_path: Path) -> None:
     config = settings_of(model=str(tmp_path), max_num_seqs=3, default_delay_ms=960).engine_config()
     assert (config.model, config.max_num_seqs, config.default_delay_ms) == (str(tmp_path), 3, 960)
