@@ -47,8 +47,10 @@ from engine.events import Event, SessionEnded
 from engine.inbox import Append, Close, Command, InboxBudget
 from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
 from engine.model.checkpoint_files import CheckpointFiles
+from engine.model.huge_pages import collapse_in_background, large_memory
 from engine.model.int8_cache import Int8Cache
-from engine.model_runner import DecodeJob, EncodeJob, ModelRunner
+from engine.model.weights import TensorSource
+from engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
 from engine.scheduler import DecodePlan, EncodePlan, Scheduler
 from engine.session import Session
 from engine.tokenizer import Tokenizer
@@ -106,12 +108,19 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, on_step: Callable[[StepStats], None] | None = None
+        self,
+        config: EngineConfig,
+        on_step: Callable[[StepStats], None] | None = None,
+        *,
+        weights: TensorSource | None = None,
+        pick: Pick | None = None,
     ) -> None:
         """Load the model and make the KV cache.
 
         Args:
             on_step: called on the engine thread after each step that did something.
+            weights: what a benchmark takes instead of the files of the model's folder.
+            pick: what a benchmark takes instead of the most probable token.
 
         Raises:
             CheckpointError: the model can't be loaded.
@@ -135,8 +144,11 @@ class Engine:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._log_mel = LogMel(self.model_config.audio)
-        self._runner = self._load_model(folder)
+        self._runner = self._load_model(folder, weights, pick)
+        # Found before there is a KV cache: of that, pages should be taken one by one.
+        weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
+        collapse_in_background(weight_memory)
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
             torch.set_num_threads(1)
         self._scheduler = Scheduler(
@@ -162,6 +174,16 @@ class Engine:
             device,
             self.max_sessions,
         )
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model; for measuring it while the engine thread doesn't run."""
+        return self._runner
+
+    @property
+    def kv_cache(self) -> KVCacheManager:
+        """The bookkeeping of the KV cache; see `runner`."""
+        return self._kv_cache
 
     @property
     def legal_delays_ms(self) -> tuple[int, ...]:
@@ -430,20 +452,24 @@ class Engine:
         for session in list(self._sessions.values()):
             self._end(session, error)
 
-    def _load_model(self, folder: Path) -> ModelRunner:
+    def _load_model(
+        self, folder: Path, weights: TensorSource | None, pick: Pick | None
+    ) -> ModelRunner:
         config = self._config
-        files = CheckpointFiles(folder, is_mistral_format=self.model_config.is_mistral_format)
-        is_int8 = config.quantization == "int8"
-        # A small model is quantized in no time.
-        is_kept = is_int8 and files.num_bytes >= _SMALL_MODEL_BYTES
-        runner = ModelRunner(
-            files,
-            self.model_config,
+        load = partial(
+            ModelRunner,
+            config=self.model_config,
             dtype=_dtype(config.dtype),
             device=_device(config.device),
-            is_int8=is_int8,
-            int8_cache=Int8Cache.of(files.fingerprint) if is_kept else None,
+            is_int8=config.quantization == "int8",
+            pick=pick,
         )
+        if weights is not None:
+            return load(weights)
+        files = CheckpointFiles(folder, is_mistral_format=self.model_config.is_mistral_format)
+        # A small model is quantized in no time.
+        is_kept = config.quantization == "int8" and files.num_bytes >= _SMALL_MODEL_BYTES
+        runner = load(files, int8_cache=Int8Cache.of(files.fingerprint) if is_kept else None)
         files.finish()
         return runner
 

@@ -7,7 +7,7 @@ that a failed batch can be run again one job at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -67,6 +67,15 @@ class DecodeResult(NamedTuple):
     logprob: float | None
 
 
+# From (R, V) logits, and the position that each row stands at, to (R,) ids of the next tokens.
+Pick = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def _most_probable(logits: Tensor, positions: Sequence[int]) -> Tensor:
+    del positions
+    return logits.argmax(dim=-1)
+
+
 def _accepted(
     job: DecodeJob, rows: Sequence[tuple[int, float, float | None]]
 ) -> list[DecodeResult]:
@@ -92,6 +101,7 @@ class ModelRunner:
         device: torch.device,
         is_int8: bool = False,
         int8_cache: Int8Cache | None = None,
+        pick: Pick | None = None,
     ) -> None:
         """Load the weights.
 
@@ -100,11 +110,13 @@ class ModelRunner:
             dtype: None takes the checkpoint's.
             is_int8: quantize the linear layers; `dtype` is then that of everything else.
             int8_cache: where they are kept for the next start.
+            pick: chooses tokens instead of the most probable ones.
 
         Raises:
             CheckpointError: the checkpoint's weights can't be used.
         """
         self._config = config
+        self._pick = pick or _most_probable
         self._encoder, self._decoder, self.weight_bytes = load_weights(
             source, config, dtype, device, is_int8=is_int8, cache=int8_cache
         )
@@ -195,7 +207,13 @@ class ModelRunner:
             batch,
             self.decoder_cache.layers,
         )
-        best_logits, best = logits.max(dim=-1)
+        positions = [
+            position
+            for job in jobs
+            for position in range(job.first_position, job.first_position + len(job.token_ids))
+        ]
+        best = self._pick(logits, [positions[row] for row in logit_rows])
+        best_logits = logits.gather(1, best[:, None])[:, 0]
         logprobs: list[float | None] = [None] * len(logit_rows)
         if any(job.logprob for job in jobs):
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()

@@ -234,6 +234,68 @@ def serve(
 
 
 @app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint folder or a hub id.", show_default="the bundled model"),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Random weights of a size, made in memory: tiny, small or 4b."),
+    ] = None,
+    quantization: QuantizationOption = Quantization.none,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    sessions: Annotated[str, typer.Option(help="Numbers of clips to hand in at once.")] = "1,2,4,8",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each clip.")] = 5.0,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Pads to draft.", show_default="what suits the weights")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Word times (JSON lines): ids as speech has them, for a file of 60 s."),
+    ] = None,
+    replay_seconds: Annotated[float, typer.Option(min=0.1, help="How much to replay.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure the engine on this machine: passes, clips, memory, beside what the memory allows."""
+    from engine import EngineConfig, InvalidInput
+    from server.benchmark import print_report, run_bench
+    from server.bundled import bundled_model
+
+    configure_logging(logging.WARNING)
+    if model is not None and preset is not None:
+        raise InvalidInput("a model and --preset: only one can be measured")
+    try:
+        counts = [int(count) for count in sessions.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise InvalidInput(f"--sessions {sessions}: whole numbers from 1, with commas in between")
+    config = EngineConfig(
+        model=model or str(bundled_model()),
+        dtype=dtype.value,
+        device=device.value,
+        quantization=quantization.value,
+        max_num_seqs=max(counts),
+        num_draft_tokens=draft_tokens,
+        max_buffered_seconds=max(60.0, seconds, replay_seconds),
+    )
+    report = run_bench(
+        config,
+        preset=preset,
+        sessions=counts,
+        seconds=seconds,
+        replay_path=replay,
+        replay_seconds=replay_seconds,
+    )
+    if as_json:
+        print(report.as_json())
+    else:
+        print_report(report)
+
+
+@app.command()
 def demo() -> None:
     """Start a server, speak the bundled sample to it in real time, print the words as they come."""
     from server.demo import run_demo
