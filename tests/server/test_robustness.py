@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.server.fake_engine import FakeEngine, pcm16, tone
@@ -191,6 +196,60 @@ def test_a_client_that_does_not_read_ends_alone() -> None:
         assert text_of(neighbour.until(COMPLETED)) == "w4"
 
 
+_CLIENT: Final = """
+import sys
+from websockets.sync.client import connect
+
+with connect(sys.argv[1], proxy=None) as websocket:
+    websocket.recv()
+    websocket.send(bytes(320))
+    print("there", flush=True)
+    websocket.recv()
+"""
+
+
+def test_a_client_that_is_stopped_ends_alone_after_the_idle_time() -> None:
+    with serve(FakeEngine(max_sessions=2), idle_timeout=1.0) as live, live.socket(INTENT) as other:
+        update(other, format=PCM_16)
+        url = f"ws://127.0.0.1:{live.port}{INTENT}"
+        with subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, url], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+
+                def speak_until(condition: Callable[[], bool]) -> None:
+                    """Silence is activity: the neighbour stays."""
+                    live.wait_until(lambda: other.append(bytes(320)) or condition())
+
+                speak_until(lambda: live.num_sessions == 2)
+                process.send_signal(signal.SIGSTOP)
+                speak_until(lambda: live.num_sessions == 1)
+            finally:
+                process.kill()
+        other.append(pcm16(tone(0, 5, num_tokens=2)))
+        other.send("input_audio_buffer.commit")
+        assert text_of(other.until(COMPLETED)).endswith("w5")
+
+
+def test_floods_leave_no_memory_behind() -> None:
+    """Twenty times 8 MB of audio where there is room for 64 kB."""
+    engine = FakeEngine(max_buffered_s=2.0)
+    resident_bytes = []
+    with serve(engine, max_append_wait=0.02) as live, live.socket(INTENT) as client:
+        update(client, format=PCM_16)
+        for _ in range(20):
+            engine.running.clear()
+            for _ in range(2):
+                client.append(bytes(4_000_000))
+                assert client.next("error")["error"]["code"] == "buffer_full"
+            engine.running.set()
+            client.send("input_audio_buffer.commit")
+            assert client.next(COMPLETED)["transcript"] == ""
+            resident_bytes.append(psutil.Process().memory_info().rss)
+    assert resident_bytes[-1] - resident_bytes[4] < 32e6
+
+
 def test_overload_waits_and_loses_nothing() -> None:
     """Much more audio than may be buffered, sent at once: reading stops until there is room."""
     engine = FakeEngine(max_buffered_s=1.0)
@@ -365,11 +424,15 @@ def test_a_model_that_cannot_be_loaded_is_a_reason_not_a_hang() -> None:
 
 
 def test_a_thousand_failed_connections_leave_nothing_behind(server: LiveServer) -> None:
-    before = threading.active_count()
-    for _ in range(300):
+    process = psutil.Process()
+    assert transcribes(server, 1)
+    server.wait_until(lambda: not server.services.sessions)
+    num_threads, num_files = threading.active_count(), process.num_fds()
+    for _ in range(1000):
         raw = socket.create_connection(("127.0.0.1", server.port))
         raw.sendall(b"GET /v1/realtime HTTP/1.1\r\nUpgrade: websocket\r\n")
         raw.close()
     assert transcribes(server, 1)
     server.wait_until(lambda: not server.services.sessions)
-    assert threading.active_count() <= before + 1
+    server.wait_until(lambda: process.num_fds() <= num_files + 1)
+    assert threading.active_count() <= num_threads + 1
