@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +145,10 @@ class Engine:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._log_mel = LogMel(self.model_config.audio)
-        self._runner = self._load_model(folder, weights, pick)
+        # On a thread that ends: OpenMP counts the threads of every thread that still lives, and
+        # with more than there are cores a step of the engine's own takes up to a third longer.
+        with ThreadPoolExecutor(1, "load") as thread:
+            self._runner = thread.submit(self._load_model, folder, weights, pick).result()
         # Found before there is a KV cache: of that, pages should be taken one by one.
         weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
