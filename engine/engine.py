@@ -52,6 +52,7 @@ from engine.model.huge_pages import collapse_in_background, large_memory
 from engine.model.int8_cache import Int8Cache
 from engine.model.weights import TensorSource
 from engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
+from engine.prefix_cache import PrefixCache
 from engine.scheduler import DecodePlan, EncodePlan, Scheduler
 from engine.session import Session
 from engine.tokenizer import Tokenizer
@@ -155,6 +156,7 @@ class Engine:
         collapse_in_background(weight_memory)
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
             torch.set_num_threads(1)
+        self._prefix = PrefixCache(self._runner, self.model_config.audio, self._log_mel)
         self._scheduler = Scheduler(
             max_encode_tokens=config.max_encode_tokens,
             max_batched_tokens=max(config.max_encode_tokens, config.max_num_seqs),
@@ -340,11 +342,19 @@ class Engine:
     def _encode_job(self, session: ActiveSession, num_tokens: int) -> EncodeJob:
         utterance = session.utterance
         assert utterance is not None
+        encoder, session_id = self._kv_cache.encoder, session.session_id
         first_token = utterance.audio.num_taken_tokens
-        mel = self._log_mel(utterance.audio.take(num_tokens))
-        table = self._kv_cache.encoder.make_room(session.session_id, first_token, num_tokens)
+        spans = utterance.audio.take(num_tokens)
+        num_shared = self._prefix.num_tokens
+        if first_token == 0 and num_tokens > num_shared:
+            session.store(self._prefix.encode(encoder.make_room(session_id, 0, num_shared)))
+            first_token, spans = num_shared, spans[num_shared:]
+        table = encoder.make_room(session_id, first_token, len(spans))
         return EncodeJob(
-            mel=mel, conv_state=utterance.conv_state, first_token=first_token, table=table
+            mel=self._log_mel(spans),
+            conv_state=utterance.conv_state,
+            first_token=first_token,
+            table=table,
         )
 
     def _decode(self, plans: Sequence[DecodePlan]) -> int:
@@ -366,14 +376,22 @@ class Engine:
     def _decode_job(self, session: ActiveSession, num_drafts: int) -> DecodeJob:
         utterance = session.utterance
         assert utterance is not None
-        first, num_tokens = utterance.position, utterance.num_input_tokens + num_drafts
+        decoder, session_id = self._kv_cache.decoder, session.session_id
+        first = num_skipped = 0
+        if utterance.position > 0:
+            first = utterance.position
+        elif self._prefix.is_encoded:
+            first = num_skipped = self._prefix.num_tokens
+            shared = decoder.make_room(session_id, 0, num_skipped)
+            self._prefix.decode(shared, utterance.delay_ms)
+        token_ids = utterance.input_ids[num_skipped:] + [STREAMING_PAD_ID] * num_drafts
         return DecodeJob(
-            adapter=utterance.adapter[:num_tokens],
-            token_ids=utterance.input_ids + [STREAMING_PAD_ID] * num_drafts,
+            adapter=utterance.adapter[num_skipped:][: len(token_ids)],
+            token_ids=token_ids,
             num_drafts=num_drafts,
             delay_ms=utterance.delay_ms,
             first_position=first,
-            table=self._kv_cache.decoder.make_room(session.session_id, first, num_tokens),
+            table=decoder.make_room(session_id, first, len(token_ids)),
             logprob=utterance.wants_logprobs,
         )
 

@@ -134,6 +134,11 @@ class ModelRunner:
                 dim=1,
             )  # (layers, delays, dim)
 
+    @property
+    def frames_per_token(self) -> int:
+        """Encoder frames per token."""
+        return self._config.block_pool_size
+
     def block_bytes(self, transformer: TransformerConfig, spec: KVCacheSpec) -> int:
         """Return what one block costs in all layers of a stack."""
         return spec.elements_per_block * transformer.num_layers * self.dtype.itemsize

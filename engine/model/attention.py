@@ -38,6 +38,19 @@ class KVCache:
     layers: tuple[LayerCache, ...]
     frames_per_block: int
 
+    def copy_out(self, slots: Tensor) -> list[LayerCache]:
+        """Return what all layers hold at slots (N,): (K, N, D) each."""
+        return [
+            LayerCache(layer.keys.index_select(1, slots), layer.values.index_select(1, slots))
+            for layer in self.layers
+        ]
+
+    def copy_in(self, slots: Tensor, saved: Sequence[LayerCache]) -> None:
+        """Write at slots (N,) what `copy_out` returned."""
+        for layer, source in zip(self.layers, saved, strict=True):
+            layer.keys.index_copy_(1, slots, source.keys)
+            layer.values.index_copy_(1, slots, source.values)
+
     def fill(self, blocks: range, value: float) -> None:
         """Overwrite blocks: tests poison freed ones, so that a stale read can't go unnoticed."""
         slots = slice(blocks.start * self.frames_per_block, blocks.stop * self.frames_per_block)
