@@ -14,12 +14,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from training.clip_bank import SAMPLE_RATE, ClipBankWriter, Samples, Word
+from training.clip_bank import SAMPLE_RATE, ClipBankWriter, Word
 from training.prepare_data import load_audio
-from training.synthesize import Espeak
+from training.synthesize import Espeak, trimmed
 
 LANGUAGES = "de it es nl sv fr pt-br cs el ro hi ru tr fi id en-029 en-gb-x-gbclan".split()
 # Each digit as espeak-ng phonemes; where there is a choice, a voice makes it once.
@@ -35,15 +34,6 @@ SOUNDS = {
     "eight": ("'eIt", "'e:t", "'eIt"),
     "nine": ("n'aIn", "n'aIn", "n'a:n"),
 }
-TRIM_SHARE = 0.03
-TRIM_MARGIN_S = 0.02
-
-
-def trimmed(samples: Samples) -> Samples:
-    """Cut the silence before and after a word, by its share of the loudest sample."""
-    is_loud = np.flatnonzero(np.abs(samples) > TRIM_SHARE * np.abs(samples).max())
-    margin = int(TRIM_MARGIN_S * SAMPLE_RATE)
-    return samples[max(0, is_loud[0] - margin) : is_loud[-1] + margin]
 
 
 def main() -> None:

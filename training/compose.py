@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 # How often each kind of segment is tried.
 SEGMENT_WEIGHTS = {
-    "digit": 0.32,
-    "order": 0.22,
+    "digit": 0.27,
+    "order": 0.20,
     "sentence": 0.07,
     "prompt": 0.06,
-    "synthetic-digit": 0.12,
+    "synthetic-digit": 0.24,
     "synthetic-digits": 0.15,
     "synthetic-numbers": 0.03,
     "synthetic-order": 0.09,
@@ -137,7 +137,8 @@ class Composer:
             frame, num_samples = frame + length, num_samples + len(segment.samples)
             return True
 
-        append(self._gap(rng.choice((0.0, 0.3, 1.5), p=(0.35, 0.4, 0.25))))
+        # From the first sample on, anywhere in the first token, or later.
+        append(self._gap(rng.choice((0.0, 0.08, 0.3, 1.5), p=(0.2, 0.2, 0.35, 0.25))))
         is_silent = rng.random() < 0.04
         num_refused = 0
         while not is_silent and num_refused < 3:
@@ -212,14 +213,16 @@ class Composer:
             return Segment(samples=samples, words=tuple(words))
         wide = rng.random() < 0.45
         pitch = np.exp(rng.uniform(np.log(0.75), np.log(1.6)) if wide else rng.normal(0, 0.12))
-        formants = np.exp(np.clip(rng.normal(0, 0.11), -0.25, 0.25))
+        formants = np.exp(np.clip(rng.normal(0, 0.13), -0.28, 0.28))
         accent = np.exp(rng.normal(0, 0.07, len(NO_WARP)))
         rate = np.exp(np.clip(rng.normal(0, 0.15), -0.3, 0.3))
         grid = np.arange(0, len(samples) - 1, pitch)
         resampled = np.interp(grid, np.arange(len(samples)), samples).astype(np.float32)
+        # Segments begin on a mel frame; what is said in them may begin anywhere in it.
+        shift = np.zeros(rng.integers(self._audio.hop_samples), np.float32)
         return Segment(
-            samples=resampled,
-            words=tuple(_moved(words, 0.0, pitch)),
+            samples=np.concatenate([shift, resampled]),
+            words=tuple(_moved(_moved(words, 0.0, pitch), len(shift) / SAMPLE_RATE, 1.0)),
             tempo=float(rate / pitch),
             warp=tuple((formants / pitch * accent).tolist()),
         )
@@ -292,8 +295,9 @@ class Composer:
             knots = np.geomspace(1, num_bins, 7) - 1
             gain_db += np.interp(np.arange(num_bins), knots, rng.normal(0, 4, 7))
         hz = np.linspace(0, SAMPLE_RATE / 2, num_bins)
-        if rng.random() < 0.35:
-            cutoff = rng.uniform(3000, 6500)
+        if rng.random() < 0.5:
+            # A telephone's 4 kHz most often.
+            cutoff = rng.uniform(3300, 4200) if rng.random() < 0.5 else rng.uniform(3000, 6500)
             gain_db -= np.clip((hz - cutoff) / 200, 0, 1) * rng.uniform(20, 70)
         if rng.random() < 0.3:
             cutoff = rng.uniform(100, 350)

@@ -45,6 +45,11 @@ def draw_digits(rng: random.Random) -> str:
     return " ".join(rng.choice(DIGITS) for _ in range(rng.randint(1, 8)))
 
 
+def shuffled_digits(rng: random.Random) -> str:
+    """Return each digit once, in any order."""
+    return " ".join(rng.sample(DIGITS, len(DIGITS)))
+
+
 def draw_numbers(rng: random.Random) -> str:
     """Return one to four numbers, ordinals, days or months."""
     draws: list[Callable[[], str]] = [

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-# Hours of synthetic speech by engine. All but piper are Debian packages of the same name.
-SYNTHETIC_HOURS = {"flite": 1.5, "espeak": 1.2, "festival": 0.8}
-PIPER_HOURS = 1.0
+# Hours of synthetic speech by engine. The first three are Debian packages.
+SYNTHETIC_HOURS = {"flite": 1.5, "espeak": 1.2, "festival": 0.8, "kokoro": 0.7}
 
 
 def run(module: str, *options: str | Path, num_processes: int | None = None) -> None:
@@ -47,8 +46,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the recordings")
     parser.add_argument("--work", type=Path, required=True, help="working folder, 2 GB")
     parser.add_argument("--out", type=Path, required=True, help="where to export the model")
-    parser.add_argument("--piper-voice", type=Path, help="a Piper voice file (.onnx) to use too")
+    parser.add_argument("--kokoro-voices", type=Path, help="a folder of Kokoro's voices to use too")
     parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument(
+        "--hours-factor", type=float, default=1.0, help="of the synthetic speech, for a short trial"
+    )
     args = parser.parse_args()
 
     banks, tekken = args.work / "banks", args.work / "tekken.json"
@@ -64,13 +66,15 @@ def main() -> None:
             (done / name).touch()
 
     once("real", "prepare_data", "--data", args.data, "--out", banks)
-    synthesis: list[tuple[str, float, list[str | Path]]]
-    synthesis = [(name, hours, []) for name, hours in SYNTHETIC_HOURS.items()]
-    if args.piper_voice:
-        synthesis.append(("piper", PIPER_HOURS, ["--piper-voice", args.piper_voice]))
-    for engine, hours, options in synthesis:
+    hours = dict(SYNTHETIC_HOURS)
+    if not args.kokoro_voices:
+        del hours["kokoro"]
+    for engine, engine_hours in hours.items():
+        options: list[str | Path] = ["--hours", str(engine_hours * args.hours_factor)]
+        if engine == "kokoro":
+            options += ["--kokoro-voices", args.kokoro_voices]
         where = ("--data", args.data, "--out", banks)
-        once(engine, "synthesize", *where, "--engine", engine, "--hours", str(hours), *options)
+        once(engine, "synthesize", *where, "--engine", engine, *options)
     once("accents", "accents", "--out", banks)
     once("vocabulary", "vocabulary", "--banks", banks, "--out", tekken)
     once("manifests", "manifests", "--banks", banks, "--out", evaluation)
@@ -79,9 +83,9 @@ def main() -> None:
     run("plot", args.work / "run" / "metrics.jsonl", args.out / "training.png")
     run("export", checkpoint, args.out, "--tekken", tekken)
     delays = ("240", "480", "960", "2400")
-    where = ("--checkpoint", checkpoint, "--tekken", tekken)
-    run("evaluate", *where, "--manifest", manifest, "--delay-ms", *delays)
-    run("evaluate", *where, "--manifest", evaluation / "robustness.jsonl")
+    checkpoint_options = ("--checkpoint", checkpoint, "--tekken", tekken)
+    run("evaluate", *checkpoint_options, "--manifest", manifest, "--delay-ms", *delays)
+    run("evaluate", *checkpoint_options, "--manifest", evaluation / "robustness.jsonl")
 
 
 if __name__ == "__main__":

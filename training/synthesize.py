@@ -2,10 +2,10 @@
 
     python -m training.synthesize --data DATA_DIR --out WORK_DIR --engine flite --hours 1.5
 
-Engines: `flite`, `espeak` (the espeak-ng program), `festival` and `piper` (any voice file, given
-with --piper-voice). Every utterance draws its voice, speed and pitch anew. Word times come from
-forced alignment for all of them alike; what cannot be aligned is left out, which also drops the
-voices that can't be understood.
+Engines: `flite`, `espeak` (the espeak-ng program), `festival` and `kokoro` (its folder of voices,
+given with --kokoro-voices). Every utterance draws its voice, speed and pitch anew. Word times come
+from forced alignment for all of them alike; what cannot be aligned is left out, which also drops
+the voices that can't be understood.
 """
 
 import argparse
@@ -13,20 +13,59 @@ import random
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import soxr
 from tqdm import tqdm
 
 from training.align import WordAligner
-from training.clip_bank import SAMPLE_RATE, ClipBank, ClipBankWriter, Samples
-from training.phrases import OrderGrammar, draw_digits, draw_numbers
+from training.clip_bank import SAMPLE_RATE, ClipBank, ClipBankWriter, Samples, Word
+from training.phrases import OrderGrammar, draw_digits, draw_numbers, shuffled_digits
 from training.prepare_data import REAL_BANK, load_audio
 
 NUM_PER_BATCH = 40
 PAD_S = 0.1
 VALIDATION_SHARE = 0.02
+PHRASE_WEIGHTS = {"digits": 45, "numbers": 12, "order": 28, "sentence": 15}
+# Each phrase is another voice, and digits are what too few people say in the recordings.
+KOKORO_PHRASE_WEIGHTS = {"all digits": 70, "numbers": 10, "order": 20}
+# Between two words there is a pause where the level falls below this share of the loudest.
+PAUSE_SHARE = 0.04
+PAUSE_REACH_S = 0.15
+SPOKEN_SHARE = 0.2
+LEVEL_S = 0.02
+TRIM_SHARE = 0.03
+TRIM_MARGIN_S = 0.02
+
+
+def trimmed(samples: Samples) -> Samples:
+    """Cut the silence before and after a word, by its share of the loudest sample."""
+    is_loud = np.flatnonzero(np.abs(samples) > TRIM_SHARE * np.abs(samples).max())
+    margin = int(TRIM_MARGIN_S * SAMPLE_RATE)
+    return samples[max(0, is_loud[0] - margin) : is_loud[-1] + margin]
+
+
+def cut_words(samples: Samples, words: Sequence[Word]) -> Iterator[tuple[str, Samples]]:
+    """Yield the words that stand apart from their neighbours, each trimmed to its sound.
+
+    The aligner leaves no silence between words, so pauses are looked for around its boundaries.
+    """
+    window = int(LEVEL_S * SAMPLE_RATE)
+    level = np.sqrt(np.convolve(samples**2, np.full(window, 1 / window), mode="same"))
+    reach = int(PAUSE_REACH_S * SAMPLE_RATE)
+    pauses: list[int | None] = [0]
+    for word in words[:-1]:
+        first = max(0, int(word.end_s * SAMPLE_RATE) - reach)
+        quietest = first + int(np.argmin(level[first : first + 2 * reach]))
+        pauses.append(quietest if level[quietest] < PAUSE_SHARE * level.max() else None)
+    pauses.append(len(samples))
+    for word, start, end in zip(words, pauses, pauses[1:], strict=False):
+        if start is None or end is None:
+            continue
+        # A boundary in the wrong pause leaves a word without sound, or a bit of one.
+        if end - start > reach and level[start:end].max() > SPOKEN_SHARE * level.max():
+            yield word.text, trimmed(samples[start:end])
 
 
 class Synthesizer(ABC):
@@ -125,33 +164,19 @@ class Festival(Synthesizer):
         ]
 
 
-class Piper(Synthesizer):
-    """A neural Piper voice, varied in speed and expression."""
+class Kokoro(Synthesizer):
+    """The neural synthesiser Kokoro-82M: every phrase in a voice of its own."""
 
-    def __init__(self, voice_path: Path) -> None:
-        # Imported here: the package is needed for this engine alone.
-        from piper import PiperVoice
+    def __init__(self, voices: Path) -> None:
+        # Imported here: its packages are needed for this engine alone.
+        from training.kokoro import KokoroSpeaker
 
-        self._voice = PiperVoice.load(str(voice_path))
-        self._name = f"piper-{voice_path.stem}"
+        self._speaker = KokoroSpeaker(voices)
 
     def speak(
         self, phrases: list[str], rng: random.Random, scratch: Path
     ) -> list[tuple[str, Samples]]:
-        from piper import SynthesisConfig
-
-        spoken = []
-        for phrase in phrases:
-            config = SynthesisConfig(
-                length_scale=rng.uniform(0.8, 1.4),
-                noise_scale=rng.uniform(0.4, 1.0),
-                noise_w_scale=rng.uniform(0.4, 1.1),
-            )
-            chunks = list(self._voice.synthesize(phrase, config))
-            samples = np.concatenate([chunk.audio_float_array for chunk in chunks])
-            speech = soxr.resample(samples, chunks[0].sample_rate, SAMPLE_RATE)
-            spoken.append((self._name, speech.astype(np.float32)))
-        return spoken
+        return [self._speaker.speak(phrase, rng) for phrase in phrases]
 
 
 def main() -> None:
@@ -159,8 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the recordings")
     parser.add_argument("--out", type=Path, required=True, help="working folder for the banks")
-    parser.add_argument("--engine", choices=("flite", "espeak", "festival", "piper"), required=True)
-    parser.add_argument("--piper-voice", type=Path, help="voice file for the engine piper")
+    engines = ("flite", "espeak", "festival", "kokoro")
+    parser.add_argument("--engine", choices=engines, required=True)
+    parser.add_argument("--kokoro-voices", type=Path, help="folder of voices for the engine kokoro")
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -175,7 +201,8 @@ def main() -> None:
         case "festival":
             engine = Festival()
         case _:
-            engine = Piper(args.piper_voice)
+            engine = Kokoro(args.kokoro_voices)
+    weights = KOKORO_PHRASE_WEIGHTS if args.engine == "kokoro" else PHRASE_WEIGHTS
     grammar = OrderGrammar(args.data / "orders" / "grammar" / "coffee_maker.yaml")
     sentences = [
         clip.text
@@ -184,8 +211,10 @@ def main() -> None:
     ]
 
     def draw_phrase() -> tuple[str, str]:
-        kind = rng.choices(("digits", "numbers", "order", "sentence"), (45, 12, 28, 15))[0]
+        kind = rng.choices(list(weights), list(weights.values()))[0]
         match kind:
+            case "all digits":
+                return "digits", shuffled_digits(rng)
             case "digits":
                 return kind, draw_digits(rng)
             case "numbers":
@@ -216,6 +245,14 @@ def main() -> None:
                 num_kept += 1
                 split = "valid" if rng.random() < VALIDATION_SHARE else "train"
                 bank.add(samples, kind=f"synthetic-{kind}", voice=voice, split=split, words=words)
+                if isinstance(engine, Kokoro) and kind == "digits":
+                    # Strings in any order can then be put together in this voice.
+                    for digit, sound in cut_words(samples, words):
+                        end_s = len(sound) / SAMPLE_RATE
+                        word = Word(text=digit, start_s=0.0, end_s=end_s)
+                        bank.add(
+                            sound, kind="synthetic-digit", voice=voice, split=split, words=[word]
+                        )
                 seconds_left -= len(samples) / SAMPLE_RATE
                 progress.update(round(len(samples) / SAMPLE_RATE))
     print(f"{args.engine}: kept {num_kept} of {num_spoken} utterances")
