@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from websockets.exceptions import ConnectionClosed
 
 from engine import Engine, EngineConfig
+from engine.config import STREAMING_PAD_ID
 from server.voice_activity import SileroModel
 from tests.checkpoints import write_checkpoint
+from tests.engine.test_detokenizer import END_ID, TEXTS, ids_of
 from tests.server.fake_engine import pcm16
 from tests.server.harness import LiveServer, serve
 from tests.server.test_http import post, wav
-from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, update
+from tests.server.test_robustness import reset
+from tests.server.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, update
 from tests.server.test_socket_openai import text_of as openai_text_of
 from tests.server.test_socket_vllm import DONE, configured, text_of
 
@@ -109,3 +119,117 @@ def test_the_seats_are_the_engines(live: LiveServer) -> None:
     with live.http() as http:
         metrics = http.get("/metrics").text
     assert "voxlite_sessions 0.0" in metrics
+
+
+class Script:
+    """A `Pick` that makes every utterance consist of the same ids, and pads after them."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.first_position = 0
+
+    def __call__(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        picked = [self._id(position - self.first_position) for position in positions]
+        return torch.tensor(picked, device=logits.device)
+
+    def _id(self, index: int) -> int:
+        return self.ids[index] if 0 <= index < len(self.ids) else STREAMING_PAD_ID
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny_checkpoint: Path) -> Iterator[tuple[LiveServer, Script]]:
+    script = Script()
+    config = EngineConfig(model=str(tiny_checkpoint), device="cpu", max_num_seqs=1)
+    engine = Engine(config, pick=script)
+    audio = engine.model_config.audio
+    num_delay = audio.default_delay_ms // audio.token_ms
+    script.first_position = audio.num_prompt_tokens(num_delay) - 1
+    with serve(engine) as live:
+        yield live, script
+
+
+def said(live: LiveServer, duration_s: float) -> list[dict]:
+    """Return the events of one utterance, sent in small appends; its text is its deltas' sum."""
+    clip = pcm16(noise(duration_s))
+    live.wait_until(lambda: live.engine.stats().num_sessions == 0)
+    with live.socket(INTENT) as client:
+        client.send(
+            "session.update",
+            session={
+                "type": "transcription",
+                "include": ["item.input_audio_transcription.logprobs"],
+                "audio": {"input": {"format": PCM_16}},
+            },
+        )
+        for start in range(0, len(clip), 1280):
+            client.append(clip[start : start + 1280])
+        client.send("input_audio_buffer.commit")
+        events = client.until(COMPLETED)
+    openai_text_of(events)
+    return events
+
+
+@pytest.mark.parametrize("num_pads", [0, 2])
+@pytest.mark.parametrize("name", TEXTS)
+def test_characters_spread_over_tokens_arrive_whole(
+    scripted: tuple[LiveServer, Script], name: str, num_pads: int
+) -> None:
+    """FAULTS 35: each byte is a token of its own, with pads after it."""
+    live, script = scripted
+    pads = [STREAMING_PAD_ID] * num_pads
+    script.ids = [id_ for byte_id in ids_of(TEXTS[name]) for id_ in (byte_id, *pads)]
+    events = said(live, 0.08 * len(script.ids))
+    assert events[-1]["transcript"] == TEXTS[name]
+    # None is held back longer than its last byte: one delta a character.
+    deltas = [event["delta"] for event in events if event["type"] == DELTA]
+    assert deltas == list(TEXTS[name])
+
+
+def test_an_end_token_in_mid_stream_is_a_token_like_any_other(
+    scripted: tuple[LiveServer, Script],
+) -> None:
+    """FAULTS 12: decoding goes on, the token counts and leaves no mark in what is sent."""
+    live, script = scripted
+    script.ids = [END_ID, *ids_of("one"), END_ID, END_ID, *ids_of(" tw"), END_ID, *ids_of("o")]
+    completed = said(live, 2.0)[-1]
+    assert completed["transcript"] == "one two"
+    assert "".join(logprob["token"] for logprob in completed["logprobs"]) == "one two"
+    script.ids = ids_of("one two")
+    assert said(live, 2.0)[-1]["usage"] == completed["usage"]
+
+
+def random_session(live: LiveServer, seed: int) -> None:
+    """Do some of what clients do, in any order, and end in any way, while others do the same."""
+    rng = random.Random(seed)
+    live.wait_until(lambda: live.engine.stats().num_sessions < live.engine.stats().max_sessions)
+    # Another one may have taken the seat.
+    with suppress(ConnectionClosed), live.socket(INTENT) as client:
+        if rng.random() < 0.7:
+            client.receive()
+        session = {"type": "transcription", "audio": {"input": {"format": PCM_16}}}
+        client.send("session.update", session=session)
+        for _ in range(rng.randrange(6)):
+            match rng.choice(("append", "append", "commit", "clear")):
+                case "append":
+                    client.append(pcm16(noise(rng.random() * 0.3, seed)))
+                case action:
+                    client.send(f"input_audio_buffer.{action}")
+        if rng.random() < 0.4:
+            reset(client)
+
+
+def test_five_hundred_random_sessions_leave_every_seat_and_block_free(live: LiveServer) -> None:
+    """FAULTS 31: as many at a time as there are seats."""
+    live.wait_until(lambda: live.engine.stats().num_sessions == 0)
+    before = live.engine.stats()
+    with ThreadPoolExecutor(before.max_sessions) as clients:
+        for _ in clients.map(lambda seed: random_session(live, seed), range(500)):
+            pass
+    live.wait_until(lambda: not live.services.sessions)
+    live.wait_until(lambda: live.engine.stats().num_sessions == 0)
+    after = live.engine.stats()
+    assert after.num_free_encoder_blocks == before.num_free_encoder_blocks
+    assert after.num_free_decoder_blocks == before.num_free_decoder_blocks
+    assert after.num_samples_in > before.num_samples_in
+    assert after.failure is None
+    test_the_seats_are_the_engines(live)

@@ -16,11 +16,12 @@ from typing import Final
 import numpy as np
 import psutil
 import pytest
+from websockets.exceptions import ConnectionClosed
 
-from tests.server.fake_engine import FakeEngine, pcm16, tone
+from tests.server.fake_engine import FAILING_LEVEL, FakeEngine, pcm16, tone
 from tests.server.harness import Client, LiveServer, serve
 from tests.server.test_socket_mistral import PATH as MISTRAL
-from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
+from tests.server.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, text_of, update
 
 
 def transcribes(live: LiveServer, *levels: int) -> bool:
@@ -68,6 +69,57 @@ def test_a_socket_that_vanishes_takes_nobody_along(moment: str) -> None:
         neighbour.append(pcm16(tone(2)))
         neighbour.send("input_audio_buffer.commit")
         assert text_of(neighbour.until(COMPLETED)) == "w1 w2"
+
+
+def test_clients_that_are_gone_before_they_are_greeted_leave_every_seat_free() -> None:
+    """Fifty times, as many as there are seats: with all of a handshake, and with half of one."""
+    with serve(FakeEngine(max_sessions=2)) as live:
+        for number in range(50):
+            for _ in range(2):
+                raw = socket.create_connection(("127.0.0.1", live.port))
+                raw.sendall(HANDSHAKE.encode()[: None if number % 2 else 100])
+                if number % 4 < 2:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raw.close()
+        with live.http() as http:
+            assert http.get("/health").status_code == 200  # read after all those handshakes
+        live.wait_until(lambda: live.num_sessions == 0 and not live.services.sessions)
+        with live.socket(INTENT) as a, live.socket(INTENT) as b:
+            assert update(a)["type"] == update(b)["type"] == "session.updated"
+        live.wait_until(lambda: live.num_sessions == 0 and not live.services.sessions)
+
+
+def test_audio_for_a_session_that_is_gone_brings_nothing_back() -> None:
+    """The client goes on sending; it has not read yet that its session has failed."""
+    engine = FakeEngine(max_sessions=1)
+    with serve(engine) as live:
+        with live.socket(INTENT) as client:
+            update(client, format=PCM_16)
+            engine.running.clear()
+            client.append(pcm16(tone(FAILING_LEVEL, num_tokens=20)))
+            (session,) = live.services.sessions
+            for _ in range(5):
+                client.append(pcm16(tone(3, 4)))
+                client.send("input_audio_buffer.commit")
+            live.wait_until(lambda: session._items.num_committed == 5)
+            engine.running.set()
+            live.wait_until(lambda: live.num_sessions == 0)
+            for _ in range(5):
+                with suppress(ConnectionClosed):
+                    client.append(pcm16(tone(3, 4)))
+                    client.send("input_audio_buffer.commit")
+            events = []
+            with pytest.raises(ConnectionClosed, match="1011"):
+                while True:
+                    events.append(client.receive())
+        types = [event["type"] for event in events]
+        assert DELTA not in types and COMPLETED not in types
+        assert types.count("error") == 1
+        live.wait_until(lambda: not live.services.sessions)
+        num_samples = engine.num_samples_in
+        assert live.num_sessions == 0
+        assert transcribes(live, 1, 2)
+        assert engine.num_samples_in - num_samples == len(tone(1, 2))
 
 
 def leave(client: Client) -> None:

@@ -116,6 +116,33 @@ def test_a_commit_without_audio_gives_an_empty_text_and_no_error(server: LiveSer
     assert events[0]["type"] == "input_audio_buffer.committed"
 
 
+def test_an_append_of_nothing_is_no_error_and_its_text_is_empty(server: LiveServer) -> None:
+    with server.socket(INTENT) as client:
+        update(client, format=PCM_16)
+        for _ in range(2):
+            client.append(b"")
+            client.websocket.send(b"")
+            client.send("input_audio_buffer.commit")
+            events = client.until(COMPLETED, "error")
+            assert text_of(events) == ""
+        client.append(pcm16(tone(2)))
+        client.append(b"")
+        client.send("input_audio_buffer.commit")
+        assert text_of(client.until(COMPLETED)) == "w2"
+
+
+@pytest.mark.parametrize("end_ms", [1, 20, 40, 79, 80])
+def test_the_last_word_is_kept_wherever_the_audio_is_cut(server: LiveServer, end_ms: int) -> None:
+    """The first word starts with the audio; so much of the last one, or of silence, ends it."""
+    with server.socket(INTENT) as client:
+        update(client, format=PCM_16)
+        for last in (tone(3), tone(0)):
+            client.append(pcm16(np.concatenate((tone(1, 2), last[: end_ms * 16]))))
+            client.send("input_audio_buffer.commit")
+            expected = "w1 w2 w3" if last.any() else "w1 w2"
+            assert text_of(client.until(COMPLETED)) == expected
+
+
 def test_clear_forgets_the_audio(server: LiveServer) -> None:
     with server.socket(INTENT) as client:
         update(client, format=PCM_16)

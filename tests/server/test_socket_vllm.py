@@ -96,6 +96,21 @@ def test_each_final_commit_gives_exactly_one_done(server: LiveServer) -> None:
     assert [done["usage"]["total_tokens"] for done in dones] == [0, 50, 0, 50]
 
 
+def test_an_append_of_nothing_is_refused_as_vllm_does_and_its_text_is_empty(
+    server: LiveServer,
+) -> None:
+    with server.socket() as client:
+        configured(client)
+        client.append(b"")
+        error = client.receive()
+        assert (error["type"], error["error"]) == ("error", "Invalid audio data: empty")
+        client.send("input_audio_buffer.commit", final=True)
+        assert text_of(client.until(DONE)) == ""
+        client.append(pcm16(tone(4)))
+        client.send("input_audio_buffer.commit", final=True)
+        assert text_of(client.until(DONE)) == " w4"
+
+
 def test_silence_gives_empty_text_and_the_next_utterance_works(server: LiveServer) -> None:
     with server.socket() as client:
         configured(client)
