@@ -25,7 +25,9 @@ from tests.word_lists import num_differing, words
 
 pytestmark = pytest.mark.browser
 
-LOUD_S = 9.0
+# The recital takes 8 s. The fake microphone runs from when it is opened: on a busy machine much of
+# the sound has gone by when the page begins to record.
+LOUD_S = 60.0
 SWITCHES = (
     "--use-fake-device-for-media-stream",
     "--no-sandbox",
@@ -171,7 +173,7 @@ def test_a_file_is_transcribed_at_once(browser: Any, speech: Path) -> None:
         wait_for_text(page, "jump!")
         wait_for_phase(page, "idle")
         assert said(page) == TEXT
-        assert page.inner_text("#stat-audio") == "0:13"
+        assert page.inner_text("#stat-audio") == "1:04"
         assert float(page.inner_text("#stat-latency").removesuffix("×")) > 1
 
 
