@@ -7,14 +7,10 @@ where the kernel refuses, nothing happens. It is about speed alone.
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-
-logger = logging.getLogger(__name__)
 
 _HUGE_PAGE_BYTES: Final = 2 * 2**20
 _MIN_BYTES: Final = 16 * 2**20
@@ -53,14 +49,3 @@ def collapse(memory: Sequence[range]) -> int:
             if libc.madvise(start, size, _MADV_COLLAPSE) == 0:
                 num_bytes += size
     return num_bytes
-
-
-def collapse_in_background(memory: Sequence[range]) -> None:
-    """Do so on a thread: some seconds for gigabytes, during which the model can already run."""
-
-    def run() -> None:
-        num_bytes = collapse(memory)
-        logger.info("%.2f GB of memory are in huge pages", num_bytes / 1e9)
-
-    if memory:
-        threading.Thread(target=run, name="huge-pages", daemon=True).start()
