@@ -17,6 +17,7 @@ const STATUS = {
   checking: "Connecting",
   ready: "Ready",
   loading: "Loading the model",
+  stopping: "Being stopped",
   failed: "Out of order",
   key: "Key needed",
   offline: "Not reachable",

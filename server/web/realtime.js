@@ -4,6 +4,9 @@ const WORDS = "item.input_audio_transcription.words";
 const TRANSCRIPTION = "conversation.item.input_audio_transcription";
 const MAX_BUFFERED_BYTES = 2 ** 18;
 const ROOM_POLL_MS = 10;
+const SERVICE_RESTART = 1012; // the close code of a server that is being stopped
+// What /health says of a server that is neither ready nor out of order.
+const PASSING_STATES = { loading: "loading", stopping: "stopping", stopped: "stopping" };
 
 export class SessionError extends Error {
   constructor(title, message) {
@@ -20,7 +23,8 @@ function authorization(key) {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-// What the server is: {state: "ready" | "loading" | "failed" | "key" | "offline", model, reason}.
+// What the server is: {state, model, reason} with a state of "ready", "loading", "stopping",
+// "failed", "key" or "offline".
 export async function askServer(key) {
   let health;
   try {
@@ -30,7 +34,7 @@ export async function askServer(key) {
   }
   if (!health.ok) {
     const { status, reason } = await health.json().catch(() => ({}));
-    return { state: status === "loading" ? "loading" : "failed", reason };
+    return { state: PASSING_STATES[status] ?? "failed", reason };
   }
   try {
     const models = await fetch(url("v1/models"), { headers: authorization(key) });
@@ -61,6 +65,10 @@ async function clientSecret(key) {
 
 function unreachable() {
   return new SessionError("The server can't be reached.", "Is it still running?");
+}
+
+function stopping() {
+  return new SessionError("The server is being stopped.", "The page waits for it to come back.");
 }
 
 function titleOf(code) {
@@ -107,7 +115,7 @@ export class RealtimeSession {
       this.refused = reject;
       this.socket.onopen = () => this.configure(delayMs, { type: "audio/pcm", rate: rateHz });
       this.socket.onmessage = ({ data }) => this.take(JSON.parse(data));
-      this.socket.onclose = () => this.end();
+      this.socket.onclose = ({ code }) => this.end(code);
     });
   }
 
@@ -191,12 +199,13 @@ export class RealtimeSession {
     if (this.isFinishing && this.numWaiting === 0) this.socket.close();
   }
 
-  end() {
+  end(code) {
+    const error = this.error ?? (code === SERVICE_RESTART ? stopping() : unreachable());
     if (!this.isOpen) {
-      this.refused(this.error ?? unreachable());
+      this.refused(error);
       return;
     }
     const isComplete = this.isFinishing && this.numWaiting === 0;
-    this.onEnd(isComplete ? this.error : (this.error ?? unreachable()));
+    this.onEnd(isComplete ? this.error : error);
   }
 }

@@ -19,6 +19,7 @@ from engine.errors import CheckpointError
 from server.bundled import bundled_model
 from server.voice_activity import SileroModel
 from tests.server.harness import LiveServer, serve
+from tests.server.test_socket_openai import INTENT, PCM_16, update
 from tests.speechlike import SAMPLE_RATE_HZ
 from tests.web.reciting_engine import TEXT, RecitingEngine
 from tests.word_lists import num_differing, words
@@ -288,12 +289,32 @@ def test_a_server_that_goes_away_is_told_and_waited_for(browser: Any) -> None:
             start(page)
             wait_for_text(page, "quick")
             running.close()
-            page.wait_for_selector("#alert:visible")
+            page.wait_for_selector("#alert:has-text('The server is being stopped.')")
             wait_for_phase(page, "idle")
             page.wait_for_selector("#status:has-text('Not reachable')")
             assert page.locator("#toggle").is_disabled()
             with serve(RecitingEngine(), port=live.port):
                 page.wait_for_selector("#toggle:enabled")
+
+
+def test_a_server_that_is_being_stopped_is_not_out_of_order(browser: Any) -> None:
+    engine = RecitingEngine()
+    with serve(engine) as live, live.socket(INTENT) as neighbour, opened(browser, live) as page:
+        page.wait_for_selector("#toggle:enabled")
+        update(neighbour, format=PCM_16)
+        engine.running.clear()
+        neighbour.append(bytes(3200))
+        neighbour.send("input_audio_buffer.commit")
+        (session,) = live.services.sessions
+        live.wait_until(lambda: session.is_waiting_for_text)
+        live.stop()
+        live.wait_until(live.services.stopping.is_set)
+        # The page asks when it is about to begin.
+        page.click("#toggle")
+        page.wait_for_selector("#status:has-text('Being stopped')")
+        assert page.inner_text("#alert-title") == "Being stopped."
+        assert page.locator("#toggle").is_disabled()
+        engine.running.set()
 
 
 def test_a_model_that_is_loading_is_waited_for(browser: Any) -> None:
