@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from engine.model.huge_pages import collapse, large_memory
 from engine.model.int8_cache import Int8Cache
 from engine.model.weights import TensorSource
 from engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
+from engine.own_thread import on_own_thread
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import DecodePlan, EncodePlan, Scheduler
 from engine.session import Session
@@ -146,10 +146,7 @@ class Engine:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._log_mel = LogMel(self.model_config.audio)
-        # On a thread that ends: OpenMP counts the threads of every thread that still lives, and
-        # with more than there are cores a step of the engine's own takes up to a third longer.
-        with ThreadPoolExecutor(1, "load") as thread:
-            self._runner = thread.submit(self._load_model, folder, weights, pick).result()
+        self._runner = on_own_thread(lambda: self._load_model(folder, device, weights, pick))
         # Found before there is a KV cache: of that, pages should be taken one by one.
         self._weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
@@ -487,14 +484,18 @@ class Engine:
             self._end(session, error)
 
     def _load_model(
-        self, folder: Path, weights: TensorSource | None, pick: Pick | None
+        self,
+        folder: Path,
+        device: torch.device,
+        weights: TensorSource | None,
+        pick: Pick | None,
     ) -> ModelRunner:
         config = self._config
         load = partial(
             ModelRunner,
             config=self.model_config,
             dtype=_dtype(config.dtype),
-            device=_device(config.device),
+            device=device,
             is_int8=config.quantization == "int8",
             pick=pick,
         )

@@ -213,11 +213,11 @@ class ModelRunner:
             self.decoder_cache.layers,
         )
         positions = [
-            position
+            job.first_position + row
             for job in jobs
-            for position in range(job.first_position, job.first_position + len(job.token_ids))
+            for row in range(len(job.token_ids) - 1 - job.num_drafts, len(job.token_ids))
         ]
-        best = self._pick(logits, [positions[row] for row in logit_rows])
+        best = self._pick(logits, positions)
         best_logits = logits.gather(1, best[:, None])[:, 0]
         logprobs: list[float | None] = [None] * len(logit_rows)
         if any(job.logprob for job in jobs):

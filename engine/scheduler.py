@@ -69,9 +69,9 @@ class Scheduler:
         ready = [s for s in sessions if s.utterance is not None and s.utterance.can_decode]
         plans = []
         num_rows_left = _MAX_DRAFT_ROWS - len(ready)
-        for num_others, session in zip(range(len(ready) - 1, -1, -1), ready, strict=True):
+        for num_planned, session in enumerate(ready):
             assert session.utterance is not None
-            share = max(0, num_rows_left) // (num_others + 1)
+            share = max(0, num_rows_left) // (len(ready) - num_planned)
             num_drafts = min(self._num_draft_tokens, share, session.utterance.num_draftable_tokens)
             plans.append(DecodePlan(session, num_drafts))
             num_rows_left -= num_drafts

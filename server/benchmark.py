@@ -13,14 +13,13 @@ import queue
 import resource
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -32,10 +31,9 @@ from torch import Tensor
 
 from engine import Engine, EngineConfig, InvalidInput, SessionEnded, SessionOptions
 from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, ModelConfig
-from engine.model_runner import DecodeJob, EncodeJob
+from engine.model_runner import DecodeJob, EncodeJob, Pick
+from engine.own_thread import on_own_thread
 from server.random_model import PRESETS, RandomTensors, write_description
-
-Result = TypeVar("Result")
 
 _NUM_REPEATS: Final = 7
 _ROWS: Final = (1, 2, 4, 8)
@@ -92,9 +90,7 @@ class Report:
 
 
 @contextmanager
-def _engine_of(
-    config: EngineConfig, preset: str | None, pick: Callable[[Tensor, Sequence[int]], Tensor] | None
-) -> Iterator[Engine]:
+def _engine_of(config: EngineConfig, preset: str | None, pick: Pick | None) -> Iterator[Engine]:
     if preset is None:
         yield Engine(config, pick=pick)
         return
@@ -102,8 +98,7 @@ def _engine_of(
         raise InvalidInput(f"preset {preset!r}: one of {', '.join(PRESETS)}")
     with tempfile.TemporaryDirectory() as folder:
         write_description(PRESETS[preset], Path(folder))
-        values = asdict(config) | {"model": folder}
-        yield Engine(EngineConfig(**values), weights=RandomTensors(), pick=pick)
+        yield Engine(replace(config, model=folder), weights=RandomTensors(), pick=pick)
 
 
 class Replay:
@@ -169,7 +164,7 @@ def run_bench(
         InvalidInput: the preset is unknown, or the replay can't be played.
         CheckpointError: the model can't be loaded.
     """
-    num_threads, bandwidth_gb_s = torch.get_num_threads(), _on_own_thread(measure_bandwidth)
+    num_threads, bandwidth_gb_s = torch.get_num_threads(), on_own_thread(measure_bandwidth)
     replay = None
     if replay_path is not None:
         replay = Replay(replay_path, AudioConfig(), AudioConfig().default_delay_ms, replay_seconds)
@@ -178,7 +173,7 @@ def run_bench(
         load_s = perf_counter() - started_s
         engine.use_huge_pages()
         runner, model = engine.runner, engine.model_config
-        passes = _on_own_thread(lambda: _measure_passes(engine, config.max_encode_tokens, sessions))
+        passes = on_own_thread(lambda: _measure_passes(engine, config.max_encode_tokens, sessions))
         report: dict[str, Any] = passes | dict(
             model=preset or config.model,
             weights="int8" if config.quantization == "int8" else str(runner.dtype),
@@ -220,16 +215,6 @@ def decoder_bytes(model: ModelConfig, quantization: str, dtype: torch.dtype) -> 
     layer = decoder.dim * (2 * queries + 2 * keys + 3 * decoder.hidden_dim)
     num_weights = decoder.num_layers * layer + model.vocab_size * decoder.dim
     return num_weights * (1 if quantization == "int8" else dtype.itemsize)
-
-
-def _on_own_thread(run: Callable[[], Result]) -> Result:
-    """Run it on a thread that ends then, and with it the threads that PyTorch gave it.
-
-    OpenMP counts those of every thread that still lives. With more than there are cores they no
-    longer wait for work but sleep, and a pass of the engine takes up to a third longer.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
 
 
 def _measure_passes(

@@ -9,7 +9,7 @@ back from split halves to adjacent pairs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -110,24 +110,21 @@ class _Builder:
 
         offset = reordered(self.tensor(name + ".bias", out_dim)) if bias else None
         if self._is_int8:
-            weight = self._int8_weight(
-                name, lambda: reordered(self._source.read(name + ".weight", out_dim, in_dim))
-            )
-            return Int8Linear.pack(weight, offset)
+            raw = reordered(self._source.read(name + ".weight", out_dim, in_dim))
+            return Int8Linear.pack(self._int8_weight(name, raw), offset)
         return Linear(reordered(self.tensor(name + ".weight", out_dim, in_dim)), offset)
 
     def head(self, embedding: Tensor) -> Projection:
         """Return the output head: the embedding again, as it is multiplied."""
         if not self._is_int8:
             return Linear(embedding)
-        return Int8Linear.pack(self._int8_weight("head", lambda: embedding), None)
+        return Int8Linear.pack(self._int8_weight("head", embedding), None)
 
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
         return Linear(weight.flatten(1), self.tensor(name + ".bias", out_dim))
 
-    def _int8_weight(self, name: str, read: Callable[[], Tensor]) -> Int8Weight:
-        raw = read()  # where it comes from the cache: mapped only, and checked all the same
+    def _int8_weight(self, name: str, raw: Tensor) -> Int8Weight:
         weight = None if self._cache is None else self._cache.load(name, tuple(raw.shape))
         if weight is None:
             weight = Int8Weight.quantize(raw)
