@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.audio.audio_stream import AudioStream
-from engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions
+from engine.config import BOS_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions, prompt_ids
 from engine.detokenizer import Detokenizer, WordTimer
 from engine.errors import EngineFailure
 from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
@@ -49,7 +49,7 @@ class Utterance:
     @property
     def input_ids(self) -> list[int]:
         if self.position == 0:
-            return [BOS_ID] + [STREAMING_PAD_ID] * (self.num_prompt_tokens - 1)
+            return prompt_ids(self.num_prompt_tokens)
         return [self.last_token_id]
 
     @property

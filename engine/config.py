@@ -31,6 +31,11 @@ def cdiv(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
+def prompt_ids(num_tokens: int) -> list[int]:
+    """Return the first tokens of every prompt: `<s>`, then pads."""
+    return [BOS_ID] + [STREAMING_PAD_ID] * (num_tokens - 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioConfig:
     """The sound side of a checkpoint: the mel spectrogram, padding and delay.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.audio.audio_stream import AudioStream
 from engine.audio.log_mel import LogMel
-from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig
+from engine.config import AudioConfig, prompt_ids
 from engine.kv_cache_manager import BlockTable
 from engine.model.attention import LayerCache
 from engine.model_runner import DecodeJob, EncodeJob, EncodeResult, ModelRunner
@@ -70,7 +70,7 @@ class PrefixCache:
         assert self._encoded is not None
         job = DecodeJob(
             adapter=self._encoded[0].adapter,
-            token_ids=[BOS_ID] + [STREAMING_PAD_ID] * (self.num_tokens - 1),
+            token_ids=prompt_ids(self.num_tokens),
             num_drafts=0,
             delay_ms=delay_ms,
             first_position=0,

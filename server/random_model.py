@@ -15,36 +15,41 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from engine.config import TransformerConfig
+
 _NUM_SPECIAL_TOKENS: Final = 1000
 _MODEL_LENGTH: Final = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Sizes of an encoder or a decoder."""
-
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    hidden_dim: int
-    window: int
+def _sizes(
+    dim: int, layers: int, heads: int, kv_heads: int, head_size: int, hidden_dim: int, window: int
+) -> TransformerConfig:
+    return TransformerConfig(
+        dim=dim,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        hidden_dim=hidden_dim,
+        window=window,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    encoder: Stack
-    decoder: Stack
+    encoder: TransformerConfig
+    decoder: TransformerConfig
     vocab_size: int
 
 
 PRESETS: Final = {
-    "tiny": Preset(Stack(64, 4, 4, 4, 16, 128, 30), Stack(64, 2, 4, 2, 16, 128, 64), 1_400),
-    "small": Preset(Stack(192, 4, 6, 6, 32, 512, 750), Stack(256, 4, 8, 2, 32, 768, 512), 3_000),
+    "tiny": Preset(_sizes(64, 4, 4, 4, 16, 128, 30), _sizes(64, 2, 4, 2, 16, 128, 64), 1_400),
+    "small": Preset(_sizes(192, 4, 6, 6, 32, 512, 750), _sizes(256, 4, 8, 2, 32, 768, 512), 3_000),
     # The published Voxtral-Mini-4B-Realtime.
     "4b": Preset(
-        Stack(1280, 32, 32, 32, 64, 5120, 750), Stack(3072, 26, 32, 8, 128, 9216, 8192), 131_072
+        _sizes(1280, 32, 32, 32, 64, 5120, 750), _sizes(3072, 26, 32, 8, 128, 9216, 8192), 131_072
     ),
 }
 
@@ -110,7 +115,7 @@ def _params(preset: Preset) -> dict[str, Any]:
     }
 
 
-def _stack(stack: Stack) -> dict[str, Any]:
+def _stack(stack: TransformerConfig) -> dict[str, Any]:
     return {
         "dim": stack.dim,
         "n_layers": stack.num_layers,
@@ -118,8 +123,8 @@ def _stack(stack: Stack) -> dict[str, Any]:
         "hidden_dim": stack.hidden_dim,
         "n_heads": stack.num_heads,
         "n_kv_heads": stack.num_kv_heads,
-        "rope_theta": 1e6,
-        "norm_eps": 1e-5,
+        "rope_theta": stack.rope_theta,
+        "norm_eps": stack.norm_eps,
         "causal": True,
         "sliding_window": stack.window,
     }
