@@ -13,17 +13,17 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engine.engine import Engine
 from engine.errors import VoxliteError
-from server import sockets
 from server.access import AccessControl
 from server.async_engine import AsyncEngine, TranscriptionEngine
 from server.auth import ClientSecrets, KeyRing, OriginPolicy, is_loopback
 from server.http import models, operations, transcriptions, web
 from server.http.errors import add_error_handlers
 from server.metrics import Metrics
+from server.realtime import routes
 from server.services import Services
+from server.session.transcription_session import SessionServices
+from server.session.voice_activity import SileroModel, VoiceModel
 from server.settings import ServerSettings
-from server.transcription_session import SessionServices
-from server.voice_activity import SileroModel, VoiceModel
 from server.warm_up import log_speed
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def create_app(
     # No pages of documentation: they would load their scripts from elsewhere.
     app = FastAPI(title="voxlite", openapi_url=None, lifespan=lifespan)
     app.state.services = services
-    for part in (sockets, transcriptions, models, operations, web):
+    for part in (routes, transcriptions, models, operations, web):
         app.include_router(part.router)
     add_error_handlers(app)
     _add_access_control(app, services)

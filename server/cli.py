@@ -83,7 +83,7 @@ def transcribe(
     """Transcribe audio files, in any format, rate and number of channels that libsndfile reads."""
     from engine import Engine, EngineConfig, SessionOptions
     from server.bundled import bundled_model
-    from server.transcribe import transcribe_files
+    from server.commands.transcribe import transcribe_files
 
     configure_logging(logging.INFO if verbose else logging.WARNING)
     config = EngineConfig(
@@ -123,7 +123,7 @@ def evaluate(
 
     from engine import Engine, EngineConfig, SessionOptions
     from server.bundled import bundled_model
-    from server.evaluate import normalize, read_manifest, score_sets, transcripts
+    from server.commands.evaluate import normalize, read_manifest, score_sets, transcripts
 
     clips = read_manifest(manifest)
     config = EngineConfig(
@@ -226,8 +226,8 @@ def serve(
 ) -> None:
     """Serve realtime transcription. Every flag can come from the environment: VOXLITE_PORT=8000."""
     flags = locals()
-    from server.serve import serve as run
-    from server.serve import settings_of
+    from server.commands.serve import serve as run
+    from server.commands.serve import settings_of
 
     configure_logging(logging.INFO)
     run(settings_of(**flags))
@@ -260,8 +260,8 @@ def bench(
 ) -> None:
     """Measure the engine on this machine: passes, clips, memory, beside what the memory allows."""
     from engine import EngineConfig, InvalidInput
-    from server.benchmark import print_report, run_bench
     from server.bundled import bundled_model
+    from server.commands.benchmark import print_report, run_bench
 
     configure_logging(logging.WARNING)
     if model is not None and preset is not None:
@@ -298,7 +298,7 @@ def bench(
 @app.command()
 def demo() -> None:
     """Start a server, speak the bundled sample to it in real time, print the words as they come."""
-    from server.demo import run_demo
+    from server.commands.demo import run_demo
 
     configure_logging(logging.WARNING)
     run_demo()

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.engine import EngineStats, StepStats
-from server.audio_decoder import SAMPLE_RATE_HZ
+from server.session.audio_decoder import SAMPLE_RATE_HZ
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -11,9 +11,9 @@ from engine.config import LEGAL_DELAYS_MS, AudioConfig
 from server.async_engine import AsyncEngine, EngineStatus
 from server.auth import ClientSecrets
 from server.metrics import Metrics
-from server.session_config import ServerOffer
+from server.session.session_config import ServerOffer
+from server.session.transcription_session import SessionServices, TranscriptionSession
 from server.settings import ServerSettings
-from server.transcription_session import SessionServices, TranscriptionSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import VoxtralRealtimeForConditionalGeneration
 from engine import Engine, EngineConfig
 from engine.audio.audio_file import read_audio
 from server.bundled import bundled_model
-from server.evaluate import normalize, score
+from server.commands.evaluate import normalize, score
 from tests.checkpoints import write_hugging_face_checkpoint
 from tests.engine.harness import transcribe
 from tests.reference import greedy_ids, load_reference, mel_features

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import VoxtralRealtimeConfig
 
 from engine.config import AudioConfig
-from server.evaluate import Clip, normalize, read_manifest, score_sets
+from server.commands.evaluate import Clip, normalize, read_manifest, score_sets
 from training.decode import Transcriber, gained, load_for_decoding
 from training.model import load_checkpoint
 from training.prepare_data import load_audio

@@ -15,7 +15,7 @@ from engine.config import SessionOptions
 from engine.errors import EngineFailure, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from server.async_engine import AsyncEngine
-from server.engine_feed import EngineFeed
+from server.session.engine_feed import EngineFeed
 
 
 class FileTranscription:

@@ -14,7 +14,7 @@ from server.protocol.messages import Configure, Fault, ProtocolError, SessionUpd
 from server.protocol.openai_ga import OpenAIGAProtocol, session_json
 from server.protocol.wire import WireModel, check_model, parse_object, validate
 from server.services import services_of
-from server.session_config import PCM_24_KHZ
+from server.session.session_config import PCM_24_KHZ
 
 router = APIRouter()
 

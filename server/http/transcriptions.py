@@ -28,7 +28,7 @@ from server.protocol.messages import Fault, ProtocolError
 from server.protocol.openai_common import usage_json
 from server.protocol.wire import check_model, logprobs_json, with_delay
 from server.services import Services, services_of
-from server.session_config import PCM_16_KHZ, ServerOffer
+from server.session.session_config import PCM_16_KHZ, ServerOffer
 from server.wording import problem_of
 
 router = APIRouter()

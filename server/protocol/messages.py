@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from engine.events import Usage, Word
-from server.session_config import SessionConfig
+from server.session.session_config import SessionConfig
 
 
 @dataclass(frozen=True, slots=True)

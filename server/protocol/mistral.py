@@ -36,7 +36,13 @@ from server.protocol.wire import (
     validate,
     with_delay,
 )
-from server.session_config import PCM_16_KHZ, AudioFormat, Encoding, ServerOffer, SessionConfig
+from server.session.session_config import (
+    PCM_16_KHZ,
+    AudioFormat,
+    Encoding,
+    ServerOffer,
+    SessionConfig,
+)
 from server.wording import shorten
 
 MAX_APPEND_BYTES: Final = 262_144

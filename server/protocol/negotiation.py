@@ -33,7 +33,7 @@ from server.protocol.openai_beta import OpenAIBetaProtocol, flat_json
 from server.protocol.openai_ga import OpenAIGAProtocol, session_json
 from server.protocol.vllm import VllmProtocol
 from server.protocol.wire import dump
-from server.session_config import PCM_16_KHZ, PCM_24_KHZ, ServerOffer, SessionConfig
+from server.session.session_config import PCM_16_KHZ, PCM_24_KHZ, ServerOffer, SessionConfig
 
 _UPDATES: Final = ("session.update", "transcription_session.update")
 

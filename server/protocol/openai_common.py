@@ -38,7 +38,7 @@ from server.protocol.wire import (
     validate,
     words_json,
 )
-from server.session_config import ServerOffer, SessionConfig
+from server.session.session_config import ServerOffer, SessionConfig
 from server.wording import shorten
 
 _TRANSCRIPTION: Final = "conversation.item.input_audio_transcription"

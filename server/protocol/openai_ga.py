@@ -30,7 +30,7 @@ from server.protocol.openai_session import (
     turn_detection_json,
 )
 from server.protocol.wire import WireModel, validate
-from server.session_config import (
+from server.session.session_config import (
     G711_RATE_HZ,
     RATES_HZ,
     AudioFormat,

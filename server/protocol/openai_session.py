@@ -14,7 +14,7 @@ from pydantic import Field
 
 from server.protocol.messages import Fault, ProtocolError
 from server.protocol.wire import LOGPROBS, WireModel, check_model, validate, with_delay
-from server.session_config import (
+from server.session.session_config import (
     Eagerness,
     SemanticVad,
     ServerOffer,

@@ -40,7 +40,7 @@ from server.protocol.wire import (
     with_delay,
     words_json,
 )
-from server.session_config import ServerOffer, SessionConfig
+from server.session.session_config import ServerOffer, SessionConfig
 from server.wording import shorten
 
 # Where vLLM has a code of its own.

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from engine.errors import InvalidInput
 from engine.events import Word
 from server.protocol.messages import Fault, ProtocolError, TokenLogprob
-from server.session_config import ServerOffer, SessionConfig
+from server.session.session_config import ServerOffer, SessionConfig
 from server.wording import problem_of, shorten
 
 LOGPROBS: Final = "item.input_audio_transcription.logprobs"

@@ -22,7 +22,7 @@ import soxr
 from engine import Engine, EngineConfig
 from engine.errors import CheckpointError
 from server.bundled import bundled_model
-from server.voice_activity import SileroModel
+from server.session.voice_activity import SileroModel
 from tests.server.fake_voice import LoudnessModel
 from tests.server.harness import LiveServer, serve
 from tests.speechlike import speechlike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.voice_activity import WINDOW_SAMPLES
+from server.session.voice_activity import WINDOW_SAMPLES
 
 
 class LoudnessStream:

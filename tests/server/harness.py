@@ -14,7 +14,7 @@ import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
 from server.app import create_app
-from server.serve import DrainingServer, uvicorn_config
+from server.commands.serve import DrainingServer, uvicorn_config
 from server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_voice import LoudnessModel

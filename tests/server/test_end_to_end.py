@@ -16,16 +16,16 @@ from websockets.exceptions import ConnectionClosed
 
 from engine import Engine, EngineConfig
 from engine.config import STREAMING_PAD_ID
-from server.voice_activity import SileroModel
+from server.session.voice_activity import SileroModel
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_detokenizer import END_ID, TEXTS, ids_of
 from tests.server.fake_engine import pcm16
 from tests.server.harness import LiveServer, serve
-from tests.server.test_http import post, wav
-from tests.server.test_robustness import reset
-from tests.server.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, update
-from tests.server.test_socket_openai import text_of as openai_text_of
-from tests.server.test_socket_vllm import DONE, configured, text_of
+from tests.server.http.test_http import post, wav
+from tests.server.realtime.test_robustness import reset
+from tests.server.realtime.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, update
+from tests.server.realtime.test_socket_openai import text_of as openai_text_of
+from tests.server.realtime.test_socket_vllm import DONE, configured, text_of
 
 
 @pytest.fixture(scope="module")

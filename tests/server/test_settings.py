@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from engine.errors import InvalidInput
 from server.cli import app
-from server.serve import settings_of
+from server.commands.serve import settings_of
 from server.settings import BUNDLED_NAME, ServerSettings
 
 

@@ -17,9 +17,9 @@ import soundfile
 from engine import Engine, EngineConfig
 from engine.errors import CheckpointError
 from server.bundled import bundled_model
-from server.voice_activity import SileroModel
+from server.session.voice_activity import SileroModel
 from tests.server.harness import LiveServer, serve
-from tests.server.test_socket_openai import INTENT, PCM_16, update
+from tests.server.realtime.test_socket_openai import INTENT, PCM_16, update
 from tests.speechlike import SAMPLE_RATE_HZ
 from tests.web.reciting_engine import TEXT, RecitingEngine
 from tests.word_lists import num_differing, words

@@ -28,7 +28,7 @@ from server.protocol.negotiation import Dialect, NegotiatedProtocol, dialect_of_
 from server.protocol.openai_ga import OpenAIGAProtocol
 from server.protocol.vllm import VllmProtocol
 from server.protocol.wire import decode_audio, parse_object
-from server.session_config import (
+from server.session.session_config import (
     PCM_16_KHZ,
     PCM_24_KHZ,
     AudioFormat,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.audio.resampler import Resampler
 from engine.errors import InvalidInput
-from server.session_config import AudioFormat, Encoding
+from server.session.session_config import AudioFormat, Encoding
 
 SAMPLE_RATE_HZ: Final = 16_000
 

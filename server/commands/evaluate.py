@@ -19,7 +19,7 @@ import jiwer
 from rich.progress import track
 
 from engine import Engine, InvalidInput, SessionOptions, VoxliteError
-from server.transcribe import FileJob, Transcript, feeding
+from server.commands.transcribe import FileJob, Transcript, feeding
 
 _NOT_A_WORD: Final = re.compile(r"[^\w']+")
 

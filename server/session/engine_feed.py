@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.errors import Overloaded
 from server.async_engine import EngineSession
-from server.audio_decoder import SAMPLE_RATE_HZ
+from server.session.audio_decoder import SAMPLE_RATE_HZ
 
 
 class EngineFeed:

@@ -23,7 +23,7 @@ from server.protocol.messages import (
     SessionEvent,
     TokenLogprob,
 )
-from server.session_config import SessionConfig
+from server.session.session_config import SessionConfig
 
 
 @dataclass(slots=True)

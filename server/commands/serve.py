@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 from engine.errors import InvalidInput, VoxliteError
 from server.app import create_app
 from server.listening import listen
-from server.realtime import MAX_MESSAGE_BYTES
+from server.realtime.connection import MAX_MESSAGE_BYTES
+from server.realtime.socket_transport import BoundedWebSocketProtocol
 from server.services import Services
 from server.settings import ServerSettings
-from server.socket_transport import BoundedWebSocketProtocol
 from server.wording import problem_of
 
 logger = logging.getLogger(__name__)

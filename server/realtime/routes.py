@@ -12,9 +12,9 @@ from server.access import MISTRAL_PATH, REALTIME_PATH
 from server.auth import SUBPROTOCOL, key_in
 from server.protocol.mistral import MistralProtocol
 from server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
-from server.realtime import ConnectionProtocol, RealtimeConnection
+from server.realtime.connection import ConnectionProtocol, RealtimeConnection
 from server.services import Services, services_of
-from server.transcription_session import new_id
+from server.session.transcription_session import new_id
 
 router = APIRouter()
 

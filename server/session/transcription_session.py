@@ -21,10 +21,7 @@ from engine.config import SessionOptions
 from engine.errors import EngineFailure, Overloaded, VoxliteError
 from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from server.async_engine import AsyncEngine
-from server.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
-from server.engine_feed import EngineFeed
 from server.errors import fault_of
-from server.items import Item, Items
 from server.protocol.messages import (
     Cleared,
     IdleTimeout,
@@ -32,10 +29,13 @@ from server.protocol.messages import (
     SpeechStarted,
     SpeechStopped,
 )
-from server.session_config import SessionConfig, TurnDetection
-from server.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from server.turn_gate import Pass, Step, TurnGate
-from server.voice_activity import VoiceModel
+from server.session.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
+from server.session.engine_feed import EngineFeed
+from server.session.items import Item, Items
+from server.session.session_config import SessionConfig, TurnDetection
+from server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from server.session.turn_gate import Pass, Step, TurnGate
+from server.session.voice_activity import VoiceModel
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,15 @@ from websockets.exceptions import ConnectionClosed
 
 from tests.server.fake_engine import FAILING_LEVEL, FakeEngine, pcm16, tone
 from tests.server.harness import Client, LiveServer, serve
-from tests.server.test_socket_mistral import PATH as MISTRAL
-from tests.server.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, text_of, update
+from tests.server.realtime.test_socket_mistral import PATH as MISTRAL
+from tests.server.realtime.test_socket_openai import (
+    COMPLETED,
+    DELTA,
+    INTENT,
+    PCM_16,
+    text_of,
+    update,
+)
 
 
 def transcribes(live: LiveServer, *levels: int) -> bool:

@@ -23,8 +23,8 @@ from engine.audio.audio_file import read_audio
 from engine.errors import EngineFailure, VoxliteError
 from server.app import create_app
 from server.bundled import bundled_model
-from server.serve import uvicorn_config
-from server.session_config import PCM_16_KHZ
+from server.commands.serve import uvicorn_config
+from server.session.session_config import PCM_16_KHZ
 from server.settings import ServerSettings
 
 _CHUNK_SAMPLES: Final = PCM_16_KHZ.rate_hz // 20  # 50 ms

@@ -10,13 +10,13 @@ import torch
 
 from engine import EngineConfig, InvalidInput
 from engine.config import AudioConfig
-from server.benchmark import Replay, decoder_bytes, run_bench
 from server.bundled import bundled_model
 from server.cli import main
-from server.random_model import PRESETS, RandomTensors, write_description
+from server.commands.benchmark import Replay, decoder_bytes, run_bench
+from server.commands.random_model import PRESETS, RandomTensors, write_description
 from tests.engine.test_weights import config_of
 
-REPLAY = Path(__file__).parents[2] / "bench" / "replay.jsonl"
+REPLAY = Path(__file__).parents[3] / "bench" / "replay.jsonl"
 
 
 Bench = Callable[..., str]

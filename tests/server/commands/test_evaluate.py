@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from engine import Engine, EngineConfig, InvalidInput, SessionOptions
 from server.cli import app
-from server.evaluate import Clip, normalize, read_manifest, score, score_sets, transcripts
+from server.commands.evaluate import Clip, normalize, read_manifest, score, score_sets, transcripts
 from tests.speechlike import speechlike
 
 

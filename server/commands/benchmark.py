@@ -33,7 +33,7 @@ from engine import Engine, EngineConfig, InvalidInput, SessionEnded, SessionOpti
 from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, ModelConfig
 from engine.model_runner import DecodeJob, EncodeJob, Pick
 from engine.own_thread import on_own_thread
-from server.random_model import PRESETS, RandomTensors, write_description
+from server.commands.random_model import PRESETS, RandomTensors, write_description
 
 _NUM_REPEATS: Final = 7
 _ROWS: Final = (1, 2, 4, 8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from server.session_config import Eagerness, SemanticVad, ServerVad
-from server.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from server.voice_activity import WINDOW_SAMPLES, SileroModel
+from server.session.session_config import Eagerness, SemanticVad, ServerVad
+from server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from server.session.voice_activity import WINDOW_SAMPLES, SileroModel
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import LiveServer, serve
-from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
+from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
 
 WINDOW_MS = 32
 

@@ -20,17 +20,17 @@ from websockets.sync.client import connect
 
 from engine import Engine, EngineConfig
 from engine.errors import CheckpointError, InvalidInput
-from server import demo
+from server.commands import demo
+from server.commands.serve import serve as run_server
+from server.commands.serve import settings_of
 from server.listening import listen
-from server.serve import serve as run_server
-from server.serve import settings_of
 from server.warm_up import log_speed, step_s
 from tests.checkpoints import write_checkpoint
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import TIMEOUT_S, Client, LiveServer, serve
-from tests.server.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
+from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def start(*args: str, **environment: str) -> subprocess.Popen[str]:

@@ -10,8 +10,8 @@ import soundfile
 import soxr
 
 from engine.errors import InvalidInput
-from server.audio_decoder import AudioDecoder
-from server.session_config import RATES_HZ, AudioFormat, Encoding
+from server.session.audio_decoder import AudioDecoder
+from server.session.session_config import RATES_HZ, AudioFormat, Encoding
 
 
 def speech_like(num_samples: int) -> np.ndarray:

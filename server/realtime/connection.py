@@ -24,9 +24,7 @@ from typing import Any, Final, Protocol
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import InvalidInput, Overloaded, SessionClosed, VoxliteError
-from server.connection_state import CLIENT_IS_GONE, TRANSITIONS, CloseCode, Ending, State
 from server.errors import fault_of
-from server.outbox import ClientDoesNotRead, Outbox
 from server.protocol.messages import (
     Append,
     Clear,
@@ -46,10 +44,12 @@ from server.protocol.messages import (
     WireProtocol,
 )
 from server.protocol.wire import check_model, event_id, parse_object
+from server.realtime.connection_state import CLIENT_IS_GONE, TRANSITIONS, CloseCode, Ending, State
+from server.realtime.outbox import ClientDoesNotRead, Outbox
+from server.realtime.socket_transport import lost_event
 from server.services import Services
-from server.session_config import SessionConfig
-from server.socket_transport import lost_event
-from server.transcription_session import TranscriptionSession
+from server.session.session_config import SessionConfig
+from server.session.transcription_session import TranscriptionSession
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from server.audio_decoder import SAMPLE_RATE_HZ
+from server.session.audio_decoder import SAMPLE_RATE_HZ
 
 WINDOW_SAMPLES: Final = 512
 _CONTEXT_SAMPLES: Final = 64

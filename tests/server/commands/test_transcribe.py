@@ -15,11 +15,11 @@ import soundfile
 
 from engine import Engine, EngineConfig, SessionOptions
 from server import cli
-from server.transcribe import FileJob, OutputFormat, Transcript, transcribe_files
+from server.commands.transcribe import FileJob, OutputFormat, Transcript, transcribe_files
 from tests.checkpoints import DecoderShape, EncoderShape, write_checkpoint
 from tests.speechlike import speechlike
 
-OPEN_SPEECH = Path(__file__).parents[2].parent / "shared" / "data" / "open_speech"
+OPEN_SPEECH = Path(__file__).parents[3].parent / "shared" / "data" / "open_speech"
 FORMATS: tuple[OutputFormat, ...] = ("text", "json", "srt", "vtt")
 SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}
 
