@@ -8,7 +8,6 @@ Needs sounddevice: pip install sounddevice.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -16,13 +15,13 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from client.audio_sources import AudioSourceError, Microphone
+from client.audio_sources import Microphone
 from client.openai_realtime_client import (
     add_connection_flags,
     client_of,
     print_transcription,
+    run_command,
 )
-from client.realtime_client import RealtimeError
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,15 +47,5 @@ async def run(args: argparse.Namespace) -> None:
         await print_transcription(client, microphone.chunks())
 
 
-def main() -> None:
-    """Run the command; what a user can mend is a sentence, not a traceback."""
-    try:
-        asyncio.run(run(parse_arguments()))
-    except (RealtimeError, AudioSourceError) as err:
-        sys.exit(f"\nerror: {err}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(run(parse_arguments()))

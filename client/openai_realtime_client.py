@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -110,10 +110,10 @@ async def run(args: argparse.Namespace) -> None:
         await print_transcription(client, open_source(args.audio_path, args.pace))
 
 
-def main() -> None:
-    """Run the command; what a user can mend is a sentence, not a traceback."""
+def run_command(command: Coroutine[Any, Any, None]) -> None:
+    """Run a command; what a user can mend is a sentence, not a traceback."""
     try:
-        asyncio.run(run(parse_arguments()))
+        asyncio.run(command)
     except (RealtimeError, AudioSourceError) as err:
         sys.exit(f"\nerror: {err}")
     except KeyboardInterrupt:
@@ -121,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(run(parse_arguments()))
