@@ -309,8 +309,8 @@ class EngineConfig:
     # The encoder reads its weights once for this many tokens where audio is waiting; more tokens
     # cost more KV blocks per session: cdiv(188 + 48 - 1, 16) + 1 = 16 instead of 13 at one.
     max_encode_tokens: int = 48
-    # Where audio is waiting, guess that so many next tokens are pads and check them in one pass;
-    # None takes what suits weights and device. The text is the same with any number.
+    # Where audio is waiting, guess so many next tokens and check them in one pass; None takes what
+    # suits weights and device. The text is the same with any number.
     num_draft_tokens: int | None = None
     # Overwrite freed KV blocks with NaN: a stale read then can't go unnoticed. For tests.
     poison_freed_blocks: bool = False
@@ -325,8 +325,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "block_size", "max_encode_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: at least 1 is needed")
-        if self.num_draft_tokens is not None and not 0 <= self.num_draft_tokens <= 7:
-            raise InvalidInput(f"num_draft_tokens={self.num_draft_tokens}: 0 to 7 are possible")
+        if self.num_draft_tokens is not None and not 0 <= self.num_draft_tokens <= 3:
+            raise InvalidInput(f"num_draft_tokens={self.num_draft_tokens}: 0 to 3 are possible")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise InvalidInput(f"kv_cache_gib={self.kv_cache_gib}: more than 0 is needed")
         if not 1 <= self.max_buffered_seconds <= _MAX_BUFFERED_SECONDS:

@@ -29,7 +29,6 @@ from engine.block_pool import BlockPool
 from engine.checkpoint import find_checkpoint
 from engine.config import (
     LEGAL_DELAYS_MS,
-    STREAMING_PAD_ID,
     EngineConfig,
     ModelConfig,
     SessionOptions,
@@ -393,14 +392,14 @@ class Engine:
             first = num_skipped = self._prefix.num_tokens
             shared = decoder.make_room(session_id, 0, num_skipped)
             self._prefix.decode(shared, utterance.delay_ms)
-        token_ids = utterance.input_ids[num_skipped:] + [STREAMING_PAD_ID] * num_drafts
+        token_ids = utterance.input_ids[num_skipped:]
         return DecodeJob(
-            adapter=utterance.adapter[num_skipped:][: len(token_ids)],
+            adapter=utterance.adapter[num_skipped:][: len(token_ids) + num_drafts],
             token_ids=token_ids,
             num_drafts=num_drafts,
             delay_ms=utterance.delay_ms,
             first_position=first,
-            table=decoder.make_room(session_id, first, len(token_ids)),
+            table=decoder.make_room(session_id, first, len(token_ids) + 2 * num_drafts),
             logprob=utterance.wants_logprobs,
         )
 
@@ -552,9 +551,9 @@ class Engine:
 
 
 def _num_draft_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Return how many pads to draft: three give about two tokens a pass in speech.
+    """Return how many positions to draft: three give two to three tokens a pass in speech.
 
-    Not with dense weights on a CPU: there a pass of four rows takes nearly as long as two of one.
+    Not with dense weights on a CPU: there a pass of seven rows takes longer than three of one.
     """
     if config.num_draft_tokens is not None:
         return config.num_draft_tokens

@@ -122,6 +122,10 @@ class BlockTable:
         assert end_frame <= self.end_block * self.frames_per_block
         return self._runs(first_frame, end_frame, blocks_to_units=self.frames_per_block)
 
+    def slot(self, frame: int) -> int:
+        """Return the cache slot of one of the stream's frames."""
+        return self.slot_runs(frame, frame + 1)[0].start
+
     def _runs(self, first: int, end: int, blocks_to_units: int) -> list[range]:
         ring = len(self.reservation) * blocks_to_units
         offset = self.reservation.start * blocks_to_units

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
+from engine.drafting import drafted_ids, right_rows
 from engine.kv_cache_manager import BlockTable, KVCacheSpec
 from engine.model.attention import (
     AttentionBatch,
@@ -50,13 +51,27 @@ class EncodeResult(NamedTuple):
 class DecodeJob:
     """Decode the positions [first_position, first_position + n) of a session."""
 
-    adapter: Tensor  # (n, decoder dim)
-    token_ids: Sequence[int]  # n ids: the prompt, or the last generated one and drafts after it
-    num_drafts: int  # how many of token_ids, at their end, are guesses
+    adapter: Tensor  # (n + d, decoder dim)
+    token_ids: Sequence[int]  # n ids: the prompt, or the last generated one
+    num_drafts: int  # d, positions after those, whose ids are guessed: see `drafting`
     delay_ms: int
     first_position: int
-    table: BlockTable
+    table: BlockTable  # with room for n + 2 d
     logprob: bool
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def row_ids(self) -> list[int]:
+        """The id of each row, (n + 2 d)."""
+        return [*self.token_ids, *drafted_ids(self.num_drafts)]
+
+    @property
+    def row_adapters(self) -> list[Tensor]:
+        """What each row hears: (n + d, decoder dim) and (d, decoder dim)."""
+        return [self.adapter, self.adapter[self.num_known :]]
 
 
 class DecodeResult(NamedTuple):
@@ -67,6 +82,22 @@ class DecodeResult(NamedTuple):
     logprob: float | None
 
 
+class _Part(NamedTuple):
+    """One session's part of a flat batch: frames [first, first + num_frames), and alternatives to
+    the last of them (see `window_mask`).
+    """
+
+    table: BlockTable
+    first: int
+    num_frames: int
+    num_alternatives: int = 0
+
+    @property
+    def row_positions(self) -> list[int]:
+        end = self.first + self.num_frames
+        return [*range(self.first, end), *range(end - self.num_alternatives, end)]
+
+
 # From (R, V) logits, and the position that each row stands at, to (R,) ids of the next tokens.
 Pick = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -74,19 +105,6 @@ Pick = Callable[[Tensor, Sequence[int]], Tensor]
 def _most_probable(logits: Tensor, positions: Sequence[int]) -> Tensor:
     del positions
     return logits.argmax(dim=-1)
-
-
-def _accepted(
-    job: DecodeJob, rows: Sequence[tuple[int, float, float | None]]
-) -> list[DecodeResult]:
-    """Keep the results up to the first that its draft didn't foresee."""
-    drafts = job.token_ids[len(job.token_ids) - job.num_drafts :]
-    results = []
-    for row, (token_id, logit, logprob) in enumerate(rows):
-        results.append(DecodeResult(token_id, logit, logprob if job.logprob else None))
-        if row < job.num_drafts and token_id != drafts[row]:
-            break
-    return results
 
 
 class ModelRunner:
@@ -168,7 +186,9 @@ class ModelRunner:
         x, conv_states = self._encoder.conv_stem(mels, [job.conv_state for job in jobs])
         batch = self._attention_batch(
             [
-                (job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token)
+                _Part(
+                    job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token
+                )
                 for job in jobs
             ],
             self._config.encoder.window,
@@ -186,8 +206,18 @@ class ModelRunner:
         that it would get one by one. What the wrong ones left in the cache lies beyond the last
         position that counts, where the next job overwrites it.
         """
-        counts = [len(job.token_ids) for job in jobs]
-        token_ids = [token_id for job in jobs for token_id in job.token_ids]
+        token_ids = [token_id for job in jobs for token_id in job.row_ids]
+        parts = [
+            _Part(
+                job.table,
+                job.first_position,
+                job.num_known + job.num_drafts,
+                num_alternatives=job.num_drafts,
+            )
+            for job in jobs
+        ]
+        positions = [position for part in parts for position in part.row_positions]
+        counts = [job.num_known + 2 * job.num_drafts for job in jobs]
         delay_rows = [
             self._delay_rows[job.delay_ms]
             for job, count in zip(jobs, counts, strict=True)
@@ -197,33 +227,51 @@ class ModelRunner:
         logit_rows = [
             row
             for job, end in zip(jobs, ends, strict=True)
-            for row in range(end - 1 - job.num_drafts, end)
+            for row in range(end - 1 - 2 * job.num_drafts, end)
         ]
-        batch = self._attention_batch(
-            [(job.table, job.first_position, len(job.token_ids)) for job in jobs],
-            self._config.decoder.window,
-            self._decoder_rope,
-        )
+        batch = self._attention_batch(parts, self._config.decoder.window, self._decoder_rope)
         logits = self._decoder(
-            torch.cat([job.adapter for job in jobs]),
+            torch.cat([adapter for job in jobs for adapter in job.row_adapters]),
             self._ids(token_ids),
             self._delay_scales[:, self._ids(delay_rows)],
             self._ids(logit_rows),
             batch,
             self.decoder_cache.layers,
         )
-        positions = [
-            job.first_position + row
-            for job in jobs
-            for row in range(len(job.token_ids) - 1 - job.num_drafts, len(job.token_ids))
-        ]
-        best = self._pick(logits, positions)
+        best = self._pick(logits, [positions[row] for row in logit_rows])
         best_logits = logits.gather(1, best[:, None])[:, 0]
         logprobs: list[float | None] = [None] * len(logit_rows)
         if any(job.logprob for job in jobs):
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
         rows = iter(zip(best.tolist(), best_logits.tolist(), logprobs, strict=True))
-        return [_accepted(job, list(islice(rows, job.num_drafts + 1))) for job in jobs]
+        return self._keep_right_rows(
+            [(job, list(islice(rows, 1 + 2 * job.num_drafts))) for job in jobs]
+        )
+
+    def _keep_right_rows(
+        self, found: Sequence[tuple[DecodeJob, list[tuple[int, float, float | None]]]]
+    ) -> list[list[DecodeResult]]:
+        """Return what counts of each job's rows. A word's key goes where the pad's is.
+
+        Args:
+            found: next token, logit and log probability of each row, from the last known one on.
+        """
+        kept, sources, targets = [], [], []
+        for job, rows in found:
+            right = right_rows([token_id for token_id, _, _ in rows], job.num_drafts)
+            kept.append(
+                [
+                    DecodeResult(token_id, logit, logprob if job.logprob else None)
+                    for token_id, logit, logprob in (rows[i] for i in right)
+                ]
+            )
+            if right[-1] > job.num_drafts:
+                last_known = job.first_position + job.num_known - 1
+                sources.append(job.table.slot(last_known + right[-1]))
+                targets.append(job.table.slot(last_known + right[-1] - job.num_drafts))
+        if sources:
+            self.decoder_cache.move(self._ids(sources), self._ids(targets))
+        return kept
 
     def _make_cache(
         self, transformer: TransformerConfig, spec: KVCacheSpec, num_blocks: int
@@ -236,20 +284,24 @@ class ModelRunner:
         layers = tuple(LayerCache(empty(), empty()) for _ in range(transformer.num_layers))
         return KVCache(layers, spec.frames_per_block)
 
-    def _attention_batch(
-        self, parts: Sequence[tuple[BlockTable, int, int]], window: int, rope: Rope
-    ) -> AttentionBatch:
-        """Lay out a flat batch of (table, first frame, number of frames), one part per session."""
+    def _attention_batch(self, parts: Sequence[_Part], window: int, rope: Rope) -> AttentionBatch:
+        """Lay out a flat batch."""
         positions: list[int] = []
         slots: list[int] = []
         segments = []
-        for table, first, count in parts:
-            rows = slice(len(positions), len(positions) + count)
-            positions.extend(range(first, first + count))
-            for run in table.slot_runs(first, first + count):
+        for part in parts:
+            table, first, num_frames, num_alternatives = part
+            num_rows = num_frames + num_alternatives
+            rows = slice(len(positions), len(positions) + num_rows)
+            positions.extend(part.row_positions)
+            for run in table.slot_runs(first, first + num_rows):
                 slots.extend(run)
-            key_runs = tuple(table.slot_runs(first_key(first, window), first + count))
-            mask = window_mask(first, count, window, self.device) if count > 1 else None
+            key_runs = tuple(table.slot_runs(first_key(first, window), first + num_rows))
+            mask = None
+            if num_rows > 1:
+                mask = window_mask(
+                    first, num_frames, window, self.device, num_alternatives=num_alternatives
+                )
             segments.append(Segment(rows, key_runs, mask))
         return AttentionBatch(
             rope.rotations(self._ids(positions)), self._ids(slots), tuple(segments)

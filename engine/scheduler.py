@@ -13,6 +13,7 @@ from engine.active_session import ActiveSession
 
 # Up to this many rows an int8 product takes hardly longer than with one.
 _MAX_DRAFT_ROWS: Final = 8
+_ROWS_PER_DRAFT: Final = 2
 
 
 class EncodePlan(NamedTuple):
@@ -72,9 +73,13 @@ class Scheduler:
         for num_planned, session in enumerate(ready):
             assert session.utterance is not None
             share = max(0, num_rows_left) // (len(ready) - num_planned)
-            num_drafts = min(self._num_draft_tokens, share, session.utterance.num_draftable_tokens)
+            num_drafts = min(
+                self._num_draft_tokens,
+                share // _ROWS_PER_DRAFT,
+                session.utterance.num_draftable_tokens,
+            )
             plans.append(DecodePlan(session, num_drafts))
-            num_rows_left -= num_drafts
+            num_rows_left -= _ROWS_PER_DRAFT * num_drafts
         return plans
 
     def _in_turn(self, sessions: Iterable[ActiveSession]) -> list[ActiveSession]:

@@ -249,7 +249,7 @@ def bench(
     sessions: Annotated[str, typer.Option(help="Numbers of clips to hand in at once.")] = "1,2,4,8",
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of each clip.")] = 5.0,
     draft_tokens: Annotated[
-        int | None, typer.Option(help="Pads to draft.", show_default="what suits the weights")
+        int | None, typer.Option(help="Tokens to draft.", show_default="what suits the weights")
     ] = None,
     replay: Annotated[
         Path | None,

@@ -115,11 +115,11 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("voxlite_tokens", "Tokens written.", value=stats.num_tokens_out)
         yield CounterMetricFamily(
             "voxlite_decoder_passes",
-            "Passes of a session through the decoder; fewer than tokens where pads were drafted.",
+            "Passes of a session through the decoder; fewer than tokens where some were drafted.",
             value=stats.num_passes,
         )
         yield CounterMetricFamily(
-            "voxlite_drafted_tokens", "Pads drafted.", value=stats.num_drafted_tokens
+            "voxlite_drafted_tokens", "Tokens drafted.", value=stats.num_drafted_tokens
         )
         yield CounterMetricFamily("voxlite_steps", "Engine steps.", value=stats.num_steps)
         blocks = GaugeMetricFamily(

@@ -45,6 +45,10 @@ class KVCache:
             for layer in self.layers
         ]
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Write at slots targets (N,) what slots sources (N,) hold."""
+        self.copy_in(targets, self.copy_out(sources))
+
     def copy_in(self, slots: Tensor, saved: Sequence[LayerCache]) -> None:
         """Write at slots (N,) what `copy_out` returned."""
         for layer, source in zip(self.layers, saved, strict=True):
@@ -85,7 +89,14 @@ def first_key(position: int, window: int) -> int:
     return max(0, position - window + 1)
 
 
-def window_mask(first_query: int, num_queries: int, window: int, device: torch.device) -> Tensor:
+def window_mask(
+    first_query: int,
+    num_queries: int,
+    window: int,
+    device: torch.device,
+    *,
+    num_alternatives: int = 0,
+) -> Tensor:
     """Make the mask of consecutive queries over the keys that any of them reads.
 
     Keys run from the first query's oldest one to the last query itself. Window 3, queries 4 and 5:
@@ -94,13 +105,22 @@ def window_mask(first_query: int, num_queries: int, window: int, device: torch.d
         query 4    x  x  x  .
         query 5    .  x  x  x
 
+    Alternatives are rows more that stand where the last queries do, each in place of one of them:
+    it reads the same keys, but for its own, which lies behind all others. With one:
+
+        key        2  3  4  5  5'
+        query 4    x  x  x  .  .
+        query 5    .  x  x  x  .
+        query 5'   .  x  x  .  x
+
     Returns:
-        (num_queries, keys) bool.
+        (num_queries + num_alternatives, keys + num_alternatives) bool.
     """
-    oldest = first_key(first_query, window)
-    keys = torch.arange(oldest, first_query + num_queries, device=device)
-    queries = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
-    return (keys <= queries) & (keys > queries - window)
+    end = first_query + num_queries
+    keys = torch.arange(first_key(first_query, window), end + num_alternatives, device=device)
+    own_keys = torch.arange(first_query, end + num_alternatives, device=device)[:, None]
+    queries = torch.where(own_keys < end, own_keys, own_keys - num_alternatives)
+    return (keys < queries) & (keys > queries - window) | (keys == own_keys)
 
 
 def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -> Tensor:

@@ -36,7 +36,7 @@ from engine.own_thread import on_own_thread
 from server.commands.random_model import PRESETS, RandomTensors, write_description
 
 _NUM_REPEATS: Final = 7
-_ROWS: Final = (1, 2, 4, 8)
+_NUM_DRAFTS: Final = (0, 1, 2, 3)
 _BANDWIDTH_BYTES: Final = 2**30
 _FIRST_TEXT_ID: Final = 1000
 
@@ -67,7 +67,7 @@ class Report:
     bandwidth_gb_s: float
     load_s: float
     weights_gb: float
-    decode_ms: dict[int, float]  # one session, by rows (its next position and drafts)
+    decode_ms: dict[int, float]  # one session, by the number of tokens drafted
     batch_ms: dict[int, float]  # by sessions, one row each
     bound_ms: float  # a decoder pass, were it to read its weights at the measured bandwidth
     prefill_ms: float
@@ -85,7 +85,7 @@ class Report:
             entry["times_real_time"] = clips.times_real_time
         if self.replay is not None:
             report["replay"]["times_real_time"] = self.replay.times_real_time
-        report["decode_of_bandwidth"] = self.bound_ms / self.decode_ms[1]
+        report["decode_of_bandwidth"] = self.bound_ms / self.decode_ms[0]
         return json.dumps(report, indent=1)
 
 
@@ -223,8 +223,8 @@ def _measure_passes(
     passes = _Passes(engine, max_encode_tokens)
     try:
         return dict(
-            decode_ms={rows: passes.decode_ms(1, rows) for rows in _ROWS},
-            batch_ms={count: passes.decode_ms(count, 1) for count in sessions},
+            decode_ms={drafts: passes.decode_ms(1, drafts) for drafts in _NUM_DRAFTS},
+            batch_ms={count: passes.decode_ms(count, 0) for count in sessions},
             prefill_ms=passes.prefill_ms(),
             encode_one_ms=passes.encode_ms(1),
             encode_ahead_ms=passes.encode_ms(max_encode_tokens) / max_encode_tokens,
@@ -248,22 +248,21 @@ class _Passes:
             self._kv_cache.admit(session_id)
         self._adapter = self._encode(max_encode_tokens)
 
-    def decode_ms(self, num_sessions: int, num_rows: int) -> float:
-        """Time a pass of the decoder with so many sessions and rows of each."""
+    def decode_ms(self, num_sessions: int, num_drafts: int) -> float:
+        """Time a pass of the decoder with so many sessions, each of which drafts."""
         if num_sessions > self._max_sessions:
             raise InvalidInput(
                 f"{num_sessions} sessions at once: room was made for {self._max_sessions}"
             )
-        ids = [STREAMING_PAD_ID] * num_rows
         jobs = [
-            self._job(session_id, self._num_prompt_tokens, ids, num_drafts=num_rows - 1)
+            self._job(session_id, self._num_prompt_tokens, [STREAMING_PAD_ID], num_drafts)
             for session_id in range(num_sessions)
         ]
         return 1000 * median(_times_s(lambda: self._runner.decode(jobs)))
 
     def prefill_ms(self) -> float:
         ids = [STREAMING_PAD_ID] * self._num_prompt_tokens
-        job = self._job(0, 0, ids, num_drafts=0)
+        job = self._job(0, 0, ids, 0)
         return 1000 * median(_times_s(lambda: self._runner.decode([job])))
 
     def encode_ms(self, num_tokens: int) -> float:
@@ -287,16 +286,14 @@ class _Passes:
         self._kv_cache.encoder.reset(0)
         return adapter
 
-    def _job(
-        self, session_id: int, first: int, ids: Sequence[int], *, num_drafts: int
-    ) -> DecodeJob:
+    def _job(self, session_id: int, first: int, ids: Sequence[int], num_drafts: int) -> DecodeJob:
         return DecodeJob(
-            adapter=self._adapter[: len(ids)],
+            adapter=self._adapter[: len(ids) + num_drafts],
             token_ids=ids,
             num_drafts=num_drafts,
             delay_ms=self._delay_ms,
             first_position=first,
-            table=self._kv_cache.decoder.make_room(session_id, first, len(ids)),
+            table=self._kv_cache.decoder.make_room(session_id, first, len(ids) + 2 * num_drafts),
             logprob=False,
         )
 
@@ -359,9 +356,9 @@ def print_report(report: Report) -> None:
 
     row("memory", f"{report.bandwidth_gb_s:.1f} GB/s", f"read by {report.num_threads} threads")
     row("load", f"{report.load_s:.1f} s", f"{report.weights_gb:.2f} GB of weights")
-    for rows, ms in report.decode_ms.items():
-        share = f"{100 * report.bound_ms / ms:.0f} % of the memory's speed" if rows == 1 else ""
-        row(f"decoder pass, {rows} rows", f"{ms:.1f} ms", share)
+    for drafts, ms in report.decode_ms.items():
+        share = f"{100 * report.bound_ms / ms:.0f} % of the memory's speed" if drafts == 0 else ""
+        row(f"decoder pass, {drafts} drafted", f"{ms:.1f} ms", share)
     for count, ms in report.batch_ms.items():
         row(f"decoder pass, {count} sessions", f"{ms:.1f} ms")
     row("prompt", f"{report.prefill_ms:.1f} ms")

@@ -88,6 +88,8 @@ def test_small_windows_and_blocks_read_exactly_their_window(
 
 def test_the_window_mask_is_the_drawn_one() -> None:
     assert window_mask(4, 2, 3, CPU).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    mask = window_mask(4, 2, 3, CPU, num_alternatives=1)
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 0, 1]]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])

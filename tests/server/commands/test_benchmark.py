@@ -98,7 +98,7 @@ def test_the_4b_preset_has_the_published_sizes(tmp_path: Path) -> None:
         (["--preset", "tiny", "--sessions", "two"], "--sessions two: whole numbers from 1"),
         (["--preset", "tiny", "--sessions", "0"], "--sessions 0: whole numbers from 1"),
         (["MODEL", "--preset", "tiny"], "only one can be measured"),
-        (["--preset", "tiny", "--draft-tokens", "9"], "num_draft_tokens=9: 0 to 7"),
+        (["--preset", "tiny", "--draft-tokens", "9"], "num_draft_tokens=9: 0 to 3"),
         (["--preset", "tiny", "--replay", "nowhere.jsonl"], "nowhere.jsonl: not a file of word"),
         (
             ["--preset", "tiny", "--replay", str(REPLAY), "--replay-seconds", "1000"],
