@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from server.commands.evaluate import normalize, score
 from tests.checkpoints import write_hugging_face_checkpoint
 from tests.engine.harness import transcribe
 from tests.reference import greedy_ids, load_reference, mel_features
+from training.manifests import robustness
 from training.prepare_data import is_validation
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -26,6 +27,7 @@ MAX_DIFFERENCE = 0.02
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no real speech beside this checkout")
 Samples = NDArray[np.float32]
+Utterances = Callable[[], Iterator[tuple[str, Samples]]]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,32 @@ def test_level_changes_no_word(
     assert text_of(engine, sample * np.float32(gain)) == sample_text
 
 
+@pytest.mark.parametrize("shift_ms", [3, 11, 20, 29, 37, 46, 55, 64, 72, 79])
+def test_where_a_token_begins_changes_no_word(
+    engine: Engine, sample: Samples, sample_text: str, shift_ms: int
+) -> None:
+    shift = np.zeros(shift_ms * 16, np.float32)
+    assert text_of(engine, np.concatenate([shift, sample])) == sample_text
+
+
+def test_a_clip_that_starts_on_its_first_sound_keeps_its_first_word(
+    engine: Engine, sample: Samples, sample_text: str
+) -> None:
+    first_sound = int(np.argmax(np.abs(sample) > 0.02 * np.abs(sample).max()))
+    assert text_of(engine, sample[first_sound:]) == sample_text
+
+
 @pytest.mark.parametrize("level", [0.0, 10 ** (-50 / 20)], ids=["digital silence", "noise"])
 def test_where_nothing_is_said_nothing_is_written(engine: Engine, level: float) -> None:
     noise = np.random.default_rng(0).standard_normal(20 * 16_000)
     assert text_of(engine, (level * noise).astype(np.float32)) == ""
+
+
+@pytest.mark.slow
+def test_fifteen_minutes_without_speech_give_at_most_one_word(engine: Engine) -> None:
+    """Five each of digital silence, noise at -50 dBFS and tone sweeps."""
+    texts = [text_of(engine, item.samples) for item in robustness(np.random.default_rng(0))]
+    assert len(" ".join(texts).split()) <= 1
 
 
 def held_out_orders() -> Iterator[tuple[str, Samples]]:
@@ -117,15 +141,40 @@ def card_word_error_rate(set_name: str) -> float:
     ids=["orders", "digits"],
 )
 def test_real_speech_is_within_two_points_of_the_model_card(
-    engine: Engine, set_name: str, utterances: object
+    engine: Engine, set_name: str, utterances: Utterances
 ) -> None:
-    assert callable(utterances)
     pairs = [pair for _, pair in zip(range(NUM_UTTERANCES // 2), utterances(), strict=False)]
     result = score(
         set_name, [text for text, _ in pairs], [text_of(engine, samples) for _, samples in pairs]
     )
     assert result.word_error_rate is not None
     assert result.word_error_rate <= card_word_error_rate(set_name) + MAX_DIFFERENCE
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", [0.1, 3.0])
+@pytest.mark.parametrize("utterances", [held_out_orders, held_out_digit_strings])
+def test_level_changes_few_words_of_held_out_speech(
+    engine: Engine, utterances: Utterances, gain: float
+) -> None:
+    clips = [samples for _, (_, samples) in zip(range(NUM_UTTERANCES), utterances(), strict=False)]
+    texts = [text_of(engine, clip) for clip in clips]
+    others = [text_of(engine, np.clip(np.float32(gain) * clip, -1, 1)) for clip in clips]
+    result = score("levels", texts, others)
+    assert result.num_errors <= MAX_DIFFERENCE * result.num_words
+
+
+@needs_data
+@pytest.mark.slow
+def test_real_digits_that_start_at_once_keep_the_first(engine: Engine) -> None:
+    """Without the pause before it, the first digit comes out as it did with it."""
+    pairs = [pair for _, pair in zip(range(NUM_UTTERANCES), held_out_digit_strings(), strict=False)]
+    num_lost = 0
+    for _, samples in pairs:
+        first, second = (text_of(engine, samples[start:]).split()[:1] for start in (0, 3200))
+        num_lost += first != second
+    assert num_lost <= MAX_DIFFERENCE * NUM_UTTERANCES
 
 
 @pytest.fixture(scope="module")
