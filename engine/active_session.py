@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.audio.audio_stream import AudioStream
 from engine.config import BOS_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions, prompt_ids
 from engine.detokenizer import Detokenizer, WordTimer
+from engine.drafting import DraftYield
 from engine.errors import EngineFailure
 from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
 from engine.inbox import Append, Command, Configure, Discard, Flush, InboxBudget
@@ -40,6 +41,7 @@ class Utterance:
     word_timer: WordTimer
     position: int = 0  # of the decoder
     last_token_id: int = BOS_ID
+    draft_yield: DraftYield = field(default_factory=DraftYield)
 
     @property
     def num_input_tokens(self) -> int:
@@ -54,11 +56,13 @@ class Utterance:
 
     @property
     def num_draftable_tokens(self) -> int:
-        """Positions after the next one whose audio is here and whose token may well be a pad.
+        """Positions after the next one whose audio is here and whose token may well be guessed.
 
-        Most tokens are. After `[STREAMING_WORD]` there is always a piece of the word.
+        Not the one after `[STREAMING_WORD]`, where there is always a piece of the word.
         """
         if self.position == 0 or self.last_token_id == STREAMING_WORD_ID:
+            return 0
+        if not self.draft_yield.is_worth_it:
             return 0
         return len(self.adapter) - 1
 
@@ -168,6 +172,10 @@ class ActiveSession:
             if len(utterance.adapter)
             else result.adapter
         )
+
+    def count_drafts(self, num_drafts: int, num_right: int) -> None:
+        """Learn how a decode job's drafts fared. To be told before its results."""
+        self._current.draft_yield.count(num_drafts, num_right)
 
     def advance(self, result: DecodeResult) -> bool:
         """Take the outcome of a decode job, say what it means, and return whether that was all.

@@ -372,9 +372,11 @@ class Engine:
             with self._isolated(session):
                 jobs.append((session, self._decode_job(session, num_drafts)))
         self._num_drafted_tokens += sum(job.num_drafts for _, job in jobs)
+        drafted = {session.session_id: num_drafts for session, num_drafts in plans}
         for session, results in self._run(jobs, self._runner.decode):
             with self._isolated(session):
                 self._num_passes += 1
+                session.count_drafts(drafted[session.session_id], len(results) - 1)
                 for result in results:
                     self._num_tokens_out += 1
                     if session.advance(result):

@@ -13,7 +13,7 @@ from engine import Engine, EngineConfig, InvalidInput, SessionOptions
 from engine.audio.audio_file import read_audio
 from engine.config import STREAMING_PAD_ID as PAD
 from engine.config import STREAMING_WORD_ID as WORD
-from engine.drafting import drafted_ids, right_rows
+from engine.drafting import DraftYield, drafted_ids, right_rows
 from engine.model_runner import Pick
 from server.bundled import bundled_model
 from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
@@ -186,16 +186,43 @@ def test_log_probabilities_are_those_of_single_passes(sample: Samples) -> None:
 
 @pytest.mark.parametrize(("quantization", "expected"), [("none", 0), ("int8", 3)])
 def test_what_is_drafted_by_itself_suits_the_weights(
-    quantization: str, expected: int, tiny_checkpoint: Path
+    quantization: str, expected: int, sample: Samples
 ) -> None:
     config = EngineConfig(
-        model=str(tiny_checkpoint), device="cpu", quantization=quantization, max_num_seqs=1
+        model=str(bundled_model()), device="cpu", quantization=quantization, max_num_seqs=1
     )
     engine = Engine(config)
-    transcribe(engine, [speechlike(3.0, seed=3)], steps_between=False)
+    transcribe(engine, [sample], steps_between=False)
     stats = engine.stats()
     most = expected * stats.num_passes
     assert most * 0.5 <= stats.num_drafted_tokens <= most
+
+
+def test_drafting_is_only_tried_where_it_never_pays(tiny_checkpoint: Path) -> None:
+    def pick(logits: Tensor, positions: Sequence[int]) -> Tensor:
+        return torch.full((len(logits),), TEXT)
+
+    engine = engine_of(3, tiny_checkpoint, pick)
+    transcribe(engine, [speechlike(20.0, seed=3)], steps_between=False)
+    stats = engine.stats()
+    assert stats.num_passes == stats.num_tokens_out
+    assert stats.num_drafted_tokens / 3 == pytest.approx(stats.num_passes / 9, abs=8)
+
+
+def test_drafting_that_pays_again_is_taken_up_again() -> None:
+    draft_yield = DraftYield()
+    assert draft_yield.is_worth_it
+    for _ in range(20):
+        draft_yield.count(3, 0)
+    assert not draft_yield.is_worth_it
+    for _ in range(8):
+        draft_yield.count(0, 0)
+    assert draft_yield.is_worth_it
+    for _ in range(3):
+        draft_yield.count(3, 3)
+    assert draft_yield.is_worth_it
+    draft_yield.count(0, 0)
+    assert draft_yield.is_worth_it
 
 
 @pytest.mark.parametrize("num_draft_tokens", [-1, 4])
