@@ -39,6 +39,8 @@ def read_file(path: Path) -> bytes:
     Raises:
         AudioSourceError: it can't be read as audio.
     """
+    if not path.exists():
+        raise AudioSourceError(f"{path}: no such file")
     try:
         with soundfile.SoundFile(path) as file:
             return b"".join(_pcm16_blocks(file))

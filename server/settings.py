@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import EngineConfig
+from engine.config import LEGAL_DELAYS_MS, EngineConfig
 from server.bundled import bundled_model
 
 _PREFIX: Final = "VOXLITE_"
@@ -21,6 +21,7 @@ BUNDLED_NAME: Final = "voxlite-demo"
 
 # Written as a JSON list, or with commas in between, or (for flags) one after the other.
 _Names = Annotated[tuple[str, ...], NoDecode]
+_WITHOUT_FLAG: Final = ("max_append_wait", "max_send_wait")
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -75,6 +76,13 @@ class ServerSettings(BaseSettings):
             raise ValueError("it is empty; leave it out, or say what it should be")
         return names
 
+    @field_validator("default_delay_ms")
+    @classmethod
+    def _check_delay(cls, delay_ms: int | None) -> int | None:
+        if delay_ms is not None and delay_ms not in LEGAL_DELAYS_MS:
+            raise ValueError(f"{delay_ms} ms: 80 to 1200 in steps of 80, or 2400")
+        return delay_ms
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_variables(cls, values: Any) -> Any:
@@ -83,7 +91,9 @@ class ServerSettings(BaseSettings):
             name for name in os.environ if name.upper().startswith(_PREFIX) and name not in known
         )
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: not a setting; there are {sorted(known)}")
+            raise ValueError(
+                f"{', '.join(unknown)}: not a setting; there are {', '.join(sorted(known))}"
+            )
         return values
 
     @model_validator(mode="after")
@@ -94,6 +104,13 @@ class ServerSettings(BaseSettings):
             if path is not None and not Path(path).is_file():
                 raise ValueError(f"{path}: no such file")
         return self
+
+    @classmethod
+    def public_name(cls, field: str) -> str:
+        """Return how a user gives a setting: as a flag, or, where there is none, a variable."""
+        if field in _WITHOUT_FLAG:
+            return _PREFIX + field.upper()
+        return "--" + field.replace("_", "-")
 
     @property
     def model_names(self) -> tuple[str, ...]:

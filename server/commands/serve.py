@@ -116,5 +116,5 @@ def settings_of(**flags: Any) -> ServerSettings:
         return ServerSettings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as err:
         first = err.errors(include_url=False)[0]
-        name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        name = ServerSettings.public_name(str(first["loc"][0])) if first["loc"] else "settings"
         raise InvalidInput(problem_of(first, name)) from err

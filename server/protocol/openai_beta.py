@@ -47,6 +47,7 @@ _NAMES: Final = {audio_format.encoding: name for name, audio_format in _FORMATS.
 
 
 class _Session(WireModel):
+    modalities: list[str] | None = None  # text is all there is
     input_audio_format: Literal["pcm16", "g711_ulaw", "g711_alaw"] | None = None
     input_audio_transcription: dict[str, Any] | None = None
     turn_detection: dict[str, Any] | None = None

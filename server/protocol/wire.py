@@ -56,11 +56,13 @@ def event_type(message: Mapping[str, Any]) -> str:
     """Return the message's type.
 
     Raises:
-        ProtocolError: it has none.
+        ProtocolError: it has none, or it isn't a string.
     """
     type_ = message.get("type")
-    if not isinstance(type_, str):
+    if type_ is None:
         raise ProtocolError(Fault.INVALID_EVENT, "Missing required field: type", "type")
+    if not isinstance(type_, str):
+        raise ProtocolError(Fault.INVALID_EVENT, "type: a string", "type")
     return type_
 
 
