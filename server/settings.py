@@ -91,9 +91,8 @@ class ServerSettings(BaseSettings):
             name for name in os.environ if name.upper().startswith(_PREFIX) and name not in known
         )
         if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)}: not a setting; there are {', '.join(sorted(known))}"
-            )
+            there_are = ", ".join(sorted(known))
+            raise ValueError(f"{', '.join(unknown)}: not a setting; there are {there_are}")
         return values
 
     @model_validator(mode="after")

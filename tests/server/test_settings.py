@@ -57,7 +57,7 @@ def test_impossible_values_are_named(name: str, value: object) -> None:
         ({"dtype": "int3"}, "--dtype \"int3\": one of 'auto', 'bfloat16', 'float32' or 'float16'"),
         ({"idle_timeout": float("inf")}, "--idle-timeout Infinity: a finite number"),
         ({"colour": "red"}, '--colour "red": no such setting'),
-        ({"default_delay_ms": 100}, "--default-delay-ms: 100 ms: 80 to 1200 in steps of 80, or 2400"),
+        ({"default_delay_ms": 9}, "--default-delay-ms: 9 ms: 80 to 1200 in steps of 80, or 2400"),
         ({"max_send_wait": "x"}, 'VOXLITE_MAX_SEND_WAIT "x": a number'),
     ],
 )  # fmt: skip
