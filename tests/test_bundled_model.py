@@ -39,6 +39,11 @@ def load(path: Path) -> Samples:
     return np.concatenate(list(read_audio(path)))
 
 
+def sounds(samples: Samples) -> NDArray[np.int64]:
+    """Return where samples are no silence."""
+    return np.flatnonzero(np.abs(samples) > 0.02 * np.abs(samples).max())
+
+
 def text_of(engine: Engine, samples: Samples, delay_ms: int | None = None) -> str:
     return normalize(transcribe(engine, [samples], delay_ms=delay_ms).text())
 
@@ -84,8 +89,15 @@ def test_where_a_token_begins_changes_no_word(
 def test_a_clip_that_starts_on_its_first_sound_keeps_its_first_word(
     engine: Engine, sample: Samples, sample_text: str
 ) -> None:
-    first_sound = int(np.argmax(np.abs(sample) > 0.02 * np.abs(sample).max()))
-    assert text_of(engine, sample[first_sound:]) == sample_text
+    assert text_of(engine, sample[sounds(sample)[0] :]) == sample_text
+
+
+@pytest.mark.parametrize("rest_ms", [0, 20, 40, 79])
+def test_a_clip_that_ends_with_its_last_sound_keeps_its_last_word(
+    engine: Engine, sample: Samples, sample_text: str, rest_ms: int
+) -> None:
+    end = sounds(sample)[-1] + 1 + rest_ms * 16
+    assert text_of(engine, sample[:end]) == sample_text
 
 
 @pytest.mark.parametrize("level", [0.0, 10 ** (-50 / 20)], ids=["digital silence", "noise"])
