@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache, paged_attention
-from engine.model.linear import Projection
+from engine.model.linear import Projection, Projections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +23,11 @@ class Block:
     """One pre-norm transformer layer: attention and a SwiGLU feed-forward network."""
 
     attention_norm: Tensor  # (dim,)
-    wq: Projection  # (H D, dim)
-    wk: Projection  # (K D, dim)
-    wv: Projection  # (K D, dim)
+    wqkv: Projections  # (H D, dim), (K D, dim), (K D, dim)
     wo: Projection  # (dim, H D)
     ffn_norm: Tensor  # (dim,)
-    w1: Projection  # gate (hidden, dim)
+    w13: Projections  # gate (hidden, dim), up (hidden, dim)
     w2: Projection  # down (dim, hidden)
-    w3: Projection  # up (hidden, dim)
 
 
 class Rope:
@@ -74,12 +71,12 @@ def run_block(
         scale_ffn_input: applied to the normed input of the feed-forward network, (N, dim).
     """
     h = rms_norm(x, block.attention_norm, config.norm_eps)
-    q = rotate(block.wq(h).view(-1, config.num_heads, config.head_size), batch.rotations)
-    k = rotate(block.wk(h).view(-1, config.num_kv_heads, config.head_size), batch.rotations)
-    v = block.wv(h).view(-1, config.num_kv_heads, config.head_size)
+    q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in block.wqkv(h))
+    q, k = rotate(q, batch.rotations), rotate(k, batch.rotations)
     cache.write(batch.slot_mapping, k, v)
     x = x + block.wo(paged_attention(q, cache, batch.segments).flatten(-2))
     h = rms_norm(x, block.ffn_norm, config.norm_eps)
     if scale_ffn_input is not None:
         h = scale_ffn_input(h)
-    return x + block.w2(F.silu(block.w1(h)) * block.w3(h))
+    gate, up = block.w13(h)
+    return x + block.w2(F.silu(gate).mul_(up))

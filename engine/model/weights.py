@@ -23,7 +23,17 @@ from engine.model.decoder import Decoder
 from engine.model.encoder import KERNEL, Encoder
 from engine.model.int8_cache import Int8Cache
 from engine.model.layers import Block
-from engine.model.linear import Int8Linear, Int8Weight, Linear, Projection
+from engine.model.linear import (
+    Each,
+    FbgemmLinear,
+    Fused,
+    Int8Linear,
+    Int8Weight,
+    Linear,
+    OneDnnLinear,
+    Projection,
+    Projections,
+)
 
 
 def split_halves_to_pairs(rows: Tensor, head_size: int) -> Tensor:
@@ -51,6 +61,16 @@ class TensorSource(Protocol):
     def read(self, name: str, *shape: int) -> Tensor: ...
 
     def unmap(self) -> None: ...
+
+
+class _Layer(NamedTuple):
+    """A linear layer of the checkpoint."""
+
+    name: str
+    out_dim: int
+    in_dim: int
+    has_bias: bool = False
+    rotated_head_size: int | None = None  # of queries and keys, whose rows become adjacent pairs
 
 
 class _Builder:
@@ -88,43 +108,52 @@ class _Builder:
         """Return a linear layer that stays dense."""
         return Linear(self.tensor(name + ".weight", out_dim, in_dim))
 
-    def projection(
-        self,
-        name: str,
-        out_dim: int,
-        in_dim: int,
-        *,
-        bias: bool = False,
-        rotated_head_size: int | None = None,
-    ) -> Projection:
-        """Return a linear layer, quantized where that is wanted.
-
-        Args:
-            rotated_head_size: of a query or key projection, whose rows become adjacent pairs.
-        """
-
-        def reordered(rows: Tensor) -> Tensor:
-            if rotated_head_size is None or self._source.is_mistral_format:
-                return rows
-            return split_halves_to_pairs(rows, rotated_head_size)
-
-        offset = reordered(self.tensor(name + ".bias", out_dim)) if bias else None
+    def projection(self, kernel: type[Int8Linear], layer: _Layer) -> Projection:
+        """Return a linear layer, quantized for a kernel where that is wanted."""
         if self._is_int8:
-            raw = reordered(self._source.read(name + ".weight", out_dim, in_dim))
-            return Int8Linear.pack(self._int8_weight(name, raw), offset)
-        return Linear(reordered(self.tensor(name + ".weight", out_dim, in_dim)), offset)
+            return kernel.pack(self._int8_weight(layer), self._bias(layer))
+        weight = self.tensor(layer.name + ".weight", layer.out_dim, layer.in_dim)
+        return Linear(self._reordered(layer, weight), self._bias(layer))
+
+    def projections(self, kernel: type[Int8Linear], *layers: _Layer) -> Projections:
+        """Return linear layers of one input. Quantized they become one, which rounds it once.
+
+        Dense ones stay where they are: in the file.
+        """
+        if not self._is_int8:
+            return Each(tuple(self.projection(kernel, layer) for layer in layers))
+        weight = Int8Weight.cat([self._int8_weight(layer) for layer in layers])
+        bias = None
+        if any(layer.has_bias for layer in layers):
+            biases = [(self._bias(layer), torch.zeros(layer.out_dim)) for layer in layers]
+            bias = torch.cat([zeros if own is None else own for own, zeros in biases])
+        return Fused(kernel.pack(weight, bias), tuple(layer.out_dim for layer in layers))
 
     def head(self, embedding: Tensor) -> Projection:
         """Return the output head: the embedding again, as it is multiplied."""
         if not self._is_int8:
             return Linear(embedding)
-        return Int8Linear.pack(self._int8_weight("head", embedding), None)
+        return FbgemmLinear.pack(self._quantized("head", embedding), None)
 
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
         return Linear(weight.flatten(1), self.tensor(name + ".bias", out_dim))
 
-    def _int8_weight(self, name: str, raw: Tensor) -> Int8Weight:
+    def _bias(self, layer: _Layer) -> Tensor | None:
+        if not layer.has_bias:
+            return None
+        return self._reordered(layer, self.tensor(layer.name + ".bias", layer.out_dim))
+
+    def _reordered(self, layer: _Layer, rows: Tensor) -> Tensor:
+        if layer.rotated_head_size is None or self._source.is_mistral_format:
+            return rows
+        return split_halves_to_pairs(rows, layer.rotated_head_size)
+
+    def _int8_weight(self, layer: _Layer) -> Int8Weight:
+        raw = self._source.read(layer.name + ".weight", layer.out_dim, layer.in_dim)
+        return self._quantized(layer.name, self._reordered(layer, raw))
+
+    def _quantized(self, name: str, raw: Tensor) -> Int8Weight:
         weight = None if self._cache is None else self._cache.load(name, tuple(raw.shape))
         if weight is None:
             weight = Int8Weight.quantize(raw)
@@ -187,10 +216,12 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor) -> Encoder:
-    encoder, dim = config.encoder, config.encoder.dim
+    encoder, dim, wide = config.encoder, config.encoder.dim, config.decoder.dim
+    adapter = f"{EMBEDDER}audio_language_projection."
 
     def block(i: int) -> Block:
-        return _block(builder, f"{ENCODER}transformer.layers.{i}.", encoder, bias=True)
+        name = f"{ENCODER}transformer.layers.{i}."
+        return _block(builder, name, encoder, OneDnnLinear, has_bias=True)
 
     return Encoder(
         config=encoder,
@@ -200,26 +231,26 @@ def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
         blocks=tuple(threads.map(block, range(encoder.num_layers))),
         norm=builder.norm(ENCODER + "transformer.norm.weight", dim),
         adapter_in=builder.projection(
-            EMBEDDER + "audio_language_projection.0",
-            config.decoder.dim,
-            config.block_pool_size * dim,
+            OneDnnLinear, _Layer(f"{adapter}0", wide, config.block_pool_size * dim)
         ),
-        adapter_out=builder.projection(
-            EMBEDDER + "audio_language_projection.2", config.decoder.dim, config.decoder.dim
-        ),
+        adapter_out=builder.projection(OneDnnLinear, _Layer(f"{adapter}2", wide, wide)),
     )
 
 
 def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor) -> Decoder:
     decoder, dim = config.decoder, config.decoder.dim
     layers = [f"layers.{i}." for i in range(decoder.num_layers)]
+
+    def block(name: str) -> Block:
+        return _block(builder, name, decoder, FbgemmLinear, has_bias=False)
+
     ada = config.ada_norm_dim
     embedding = builder.tensor(EMBEDDING, config.vocab_size, dim)
     head = threads.submit(builder.head, embedding)
     return Decoder(
         config=decoder,
         embedding=embedding,
-        blocks=tuple(threads.map(lambda n: _block(builder, n, decoder, bias=False), layers)),
+        blocks=tuple(threads.map(block, layers)),
         delay_down=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.0", ada, dim) for n in layers),
         delay_up=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.2", dim, ada) for n in layers),
         norm=builder.norm("norm.weight", dim),
@@ -227,19 +258,30 @@ def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     )
 
 
-def _block(builder: _Builder, name: str, config: TransformerConfig, *, bias: bool) -> Block:
-    """Read one layer. With `bias`, wq, wv, wo and w2 have one; wk, w1 and w3 never do."""
-    dim, size = config.dim, config.head_size
+def _block(
+    builder: _Builder,
+    name: str,
+    config: TransformerConfig,
+    kernel: type[Int8Linear],
+    *,
+    has_bias: bool,
+) -> Block:
+    """Read one layer. With `has_bias`, wq, wv, wo and w2 have one; wk, w1 and w3 never do."""
+    dim, hidden, size = config.dim, config.hidden_dim, config.head_size
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    project = builder.projection
+    attention, ffn = f"{name}attention.", f"{name}feed_forward."
     return Block(
         attention_norm=builder.norm(f"{name}attention_norm.weight", dim),
-        wq=project(f"{name}attention.wq", queries, dim, bias=bias, rotated_head_size=size),
-        wk=project(f"{name}attention.wk", keys, dim, rotated_head_size=size),
-        wv=project(f"{name}attention.wv", keys, dim, bias=bias),
-        wo=project(f"{name}attention.wo", dim, queries, bias=bias),
+        wqkv=builder.projections(
+            kernel,
+            _Layer(f"{attention}wq", queries, dim, has_bias, rotated_head_size=size),
+            _Layer(f"{attention}wk", keys, dim, rotated_head_size=size),
+            _Layer(f"{attention}wv", keys, dim, has_bias),
+        ),
+        wo=builder.projection(kernel, _Layer(f"{attention}wo", dim, queries, has_bias)),
         ffn_norm=builder.norm(f"{name}ffn_norm.weight", dim),
-        w1=project(f"{name}feed_forward.w1", config.hidden_dim, dim),
-        w2=project(f"{name}feed_forward.w2", dim, config.hidden_dim, bias=bias),
-        w3=project(f"{name}feed_forward.w3", config.hidden_dim, dim),
+        w13=builder.projections(
+            kernel, _Layer(f"{ffn}w1", hidden, dim), _Layer(f"{ffn}w3", hidden, dim)
+        ),
+        w2=builder.projection(kernel, _Layer(f"{ffn}w2", dim, hidden, has_bias)),
     )
