@@ -246,7 +246,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
     config = EngineConfig(
         model=str(tiny_checkpoint),
         quantization="int8",
-        dtype="bfloat16",
+        dtype="float32",
         max_num_seqs=3,
         kv_cache_gib=0.05,
         poison_freed_blocks=True,
@@ -254,8 +254,9 @@ def engine(tiny_checkpoint: Path) -> Engine:
     return Engine(config)
 
 
-def test_int8_ids_do_not_depend_on_how_the_audio_comes(engine: Engine) -> None:
-    samples = speechlike(3.0, seed=3)
+@pytest.mark.parametrize("seed", [3, 5, 9])
+def test_int8_ids_do_not_depend_on_how_the_audio_comes(engine: Engine, seed: int) -> None:
+    samples = speechlike(3.0, seed=seed)
     whole = transcribe(engine, [samples], steps_between=False).ids()
     pieces = transcribe(engine, np.array_split(samples, 37)).ids()
     assert len(whole) > 40
