@@ -63,7 +63,7 @@ _GIB = 2**30
 # where that core is busy with something else.
 _SMALL_MODEL_BYTES = 64 * 2**20
 _Message = tuple[int, Command | ActiveSession]
-Job = TypeVar("Job")
+Job = TypeVar("Job", EncodeJob, DecodeJob)
 Result = TypeVar("Result")
 
 
@@ -413,6 +413,8 @@ class Engine:
         """Run jobs as one batch, or, where that fails, alone, so that only the culprit ends."""
         if not jobs:
             return []
+        # Attention takes neighbours with as many rows together.
+        jobs = sorted(jobs, key=lambda job: job[1].num_rows)
         try:
             results = run([job for _, job in jobs])
             return [(session, result) for (session, _), result in zip(jobs, results, strict=True)]

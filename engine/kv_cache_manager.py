@@ -109,6 +109,17 @@ class BlockTable:
     def num_blocks(self) -> int:
         return self.end_block - self.first_block
 
+    @property
+    def ring(self) -> range:
+        """The cache slots of the reservation: frame f of the stream lies in ring[f % len(ring)]."""
+        reservation, per_block = self.reservation, self.frames_per_block
+        return range(reservation.start * per_block, reservation.stop * per_block)
+
+    def check_held(self, first_frame: int, end_frame: int) -> None:
+        """Raise AssertionError unless the frames [first_frame, end_frame) have their slots."""
+        assert self.first_block * self.frames_per_block <= first_frame
+        assert end_frame <= self.end_block * self.frames_per_block
+
     def block_runs(self, first_block: int, end_block: int) -> list[range]:
         """Return the pool's block ids of stream blocks [first_block, end_block), as runs."""
         return self._runs(first_block, end_block, blocks_to_units=1)
@@ -118,8 +129,7 @@ class BlockTable:
 
         The cache of a layer has `frames_per_block` slots for each block of the pool.
         """
-        assert self.first_block * self.frames_per_block <= first_frame
-        assert end_frame <= self.end_block * self.frames_per_block
+        self.check_held(first_frame, end_frame)
         return self._runs(first_frame, end_frame, blocks_to_units=self.frames_per_block)
 
     def slot(self, frame: int) -> int:

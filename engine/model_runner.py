@@ -15,17 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.attention_layout import Part, lay_out
 from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
 from engine.drafting import drafted_ids, right_rows
 from engine.kv_cache_manager import BlockTable, KVCacheSpec
-from engine.model.attention import (
-    AttentionBatch,
-    KVCache,
-    LayerCache,
-    Segment,
-    first_key,
-    window_mask,
-)
+from engine.model.attention import KVCache, LayerCache
 from engine.model.encoder import ConvState
 from engine.model.int8_cache import Int8Cache
 from engine.model.layers import Rope
@@ -40,6 +34,11 @@ class EncodeJob:
     conv_state: ConvState
     first_token: int
     table: BlockTable
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in a flat batch, counted in tokens."""
+        return len(self.mel)
 
 
 class EncodeResult(NamedTuple):
@@ -64,6 +63,11 @@ class DecodeJob:
         return len(self.token_ids)
 
     @property
+    def num_rows(self) -> int:
+        """Rows in a flat batch."""
+        return self.num_known + 2 * self.num_drafts
+
+    @property
     def row_ids(self) -> list[int]:
         """The id of each row, (n + 2 d)."""
         return [*self.token_ids, *drafted_ids(self.num_drafts)]
@@ -80,22 +84,6 @@ class DecodeResult(NamedTuple):
     token_id: int
     logit: float
     logprob: float | None
-
-
-class _Part(NamedTuple):
-    """One session's part of a flat batch: frames [first, first + num_frames), and alternatives to
-    the last of them (see `window_mask`).
-    """
-
-    table: BlockTable
-    first: int
-    num_frames: int
-    num_alternatives: int = 0
-
-    @property
-    def row_positions(self) -> list[int]:
-        end = self.first + self.num_frames
-        return [*range(self.first, end), *range(end - self.num_alternatives, end)]
 
 
 # From (R, V) logits, and the position that each row stands at, to (R,) ids of the next tokens.
@@ -184,15 +172,14 @@ class ModelRunner:
         frames_per_token = self._config.block_pool_size
         mels = [job.mel.flatten(0, 1).to(self.device, self.dtype) for job in jobs]  # (8 T, 128)
         x, conv_states = self._encoder.conv_stem(mels, [job.conv_state for job in jobs])
-        batch = self._attention_batch(
+        batch = lay_out(
             [
-                _Part(
-                    job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token
-                )
+                Part(job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token)
                 for job in jobs
             ],
-            self._config.encoder.window,
+            self._config.encoder,
             self._encoder_rope,
+            self.device,
         )
         hidden = self._encoder.transformer(x, batch, self.encoder_cache.layers)  # (F, dim)
         adapter = self._encoder.adapter(hidden).split([len(job.mel) for job in jobs])
@@ -208,7 +195,7 @@ class ModelRunner:
         """
         token_ids = [token_id for job in jobs for token_id in job.row_ids]
         parts = [
-            _Part(
+            Part(
                 job.table,
                 job.first_position,
                 job.num_known + job.num_drafts,
@@ -217,7 +204,7 @@ class ModelRunner:
             for job in jobs
         ]
         positions = [position for part in parts for position in part.row_positions]
-        counts = [job.num_known + 2 * job.num_drafts for job in jobs]
+        counts = [job.num_rows for job in jobs]
         delay_rows = [
             self._delay_rows[job.delay_ms]
             for job, count in zip(jobs, counts, strict=True)
@@ -229,7 +216,7 @@ class ModelRunner:
             for job, end in zip(jobs, ends, strict=True)
             for row in range(end - 1 - 2 * job.num_drafts, end)
         ]
-        batch = self._attention_batch(parts, self._config.decoder.window, self._decoder_rope)
+        batch = lay_out(parts, self._config.decoder, self._decoder_rope, self.device)
         logits = self._decoder(
             torch.cat([adapter for job in jobs for adapter in job.row_adapters]),
             self._ids(token_ids),
@@ -283,29 +270,6 @@ class ModelRunner:
 
         layers = tuple(LayerCache(empty(), empty()) for _ in range(transformer.num_layers))
         return KVCache(layers, spec.frames_per_block)
-
-    def _attention_batch(self, parts: Sequence[_Part], window: int, rope: Rope) -> AttentionBatch:
-        """Lay out a flat batch."""
-        positions: list[int] = []
-        slots: list[int] = []
-        segments = []
-        for part in parts:
-            table, first, num_frames, num_alternatives = part
-            num_rows = num_frames + num_alternatives
-            rows = slice(len(positions), len(positions) + num_rows)
-            positions.extend(part.row_positions)
-            for run in table.slot_runs(first, first + num_rows):
-                slots.extend(run)
-            key_runs = tuple(table.slot_runs(first_key(first, window), first + num_rows))
-            mask = None
-            if num_rows > 1:
-                mask = window_mask(
-                    first, num_frames, window, self.device, num_alternatives=num_alternatives
-                )
-            segments.append(Segment(rows, key_runs, mask))
-        return AttentionBatch(
-            rope.rotations(self._ids(positions)), self._ids(slots), tuple(segments)
-        )
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -2,10 +2,12 @@
 
 In: queries of a flat batch and, for each session in it, the cache slots of the keys that it may
 read. Out: attention outputs. Legend: N rows of the flat batch, H heads, K key/value heads,
-G = H / K, D head size, n rows and L keys of one session.
+G = H / K, D head size, n rows and L keys of one session, S sessions.
 
-Keys and values are read in place, as slices of the cache: nothing of a window is copied. A layer's
-cache is head-major, (K, slots, D), so that each head reads one stretch of memory.
+Large windows are read in place, as slices of the cache, one session after the other: nothing of
+them is copied. Small ones are copied together, since copying them takes less time than calls for
+each session do. A layer's cache is head-major, (K, slots, D), so that each head reads one stretch
+of memory.
 """
 
 from __future__ import annotations
@@ -76,12 +78,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class GatheredSegments:
+    """The parts of S neighbouring sessions of a batch, n rows each, whose windows are copied.
+
+    Windows that are shorter than the longest have keys of their own behind them, masked.
+    """
+
+    rows: slice  # (S n) of queries
+    key_slots: Tensor  # (S L,) int64
+    bias: Tensor  # (S, 1, n, L) float32: 0 where a row may read a key, else minus infinity
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What all layers of a stack share for one flat batch. Nothing in it is ever changed."""
 
     rotations: Tensor  # (N, 1, D / 2) complex64
     slot_mapping: Tensor  # (N,) int64, the slot of each row's own key
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment | GatheredSegments, ...]
 
 
 def first_key(position: int, window: int) -> int:
@@ -116,14 +130,32 @@ def window_mask(
     Returns:
         (num_queries + num_alternatives, keys + num_alternatives) bool.
     """
-    end = first_query + num_queries
-    keys = torch.arange(first_key(first_query, window), end + num_alternatives, device=device)
-    own_keys = torch.arange(first_query, end + num_alternatives, device=device)[:, None]
+    first_queries = torch.tensor([first_query], device=device)
+    num_keys = first_query + num_queries - first_key(first_query, window)
+    return window_masks(first_queries, num_queries, num_keys, window, num_alternatives)[0]
+
+
+def window_masks(
+    first_queries: Tensor, num_queries: int, num_keys: int, window: int, num_alternatives: int
+) -> Tensor:
+    """Make `window_mask` for each of first_queries, (S,), over as many keys.
+
+    Returns:
+        (S, num_queries + num_alternatives, num_keys + num_alternatives) bool.
+    """
+    device = first_queries.device
+    first_queries = first_queries[:, None, None]
+    oldest_keys = (first_queries - (window - 1)).clamp_min(0)  # first_key
+    end = first_queries + num_queries
+    keys = oldest_keys + torch.arange(num_keys + num_alternatives, device=device)
+    own_keys = first_queries + torch.arange(num_queries + num_alternatives, device=device)[:, None]
     queries = torch.where(own_keys < end, own_keys, own_keys - num_alternatives)
     return (keys < queries) & (keys > queries - window) | (keys == own_keys)
 
 
-def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -> Tensor:
+def paged_attention(
+    q: Tensor, cache: LayerCache, segments: Sequence[Segment | GatheredSegments]
+) -> Tensor:
     """Attend from each session's queries to its own keys; softmax in float32.
 
     Args:
@@ -136,9 +168,29 @@ def paged_attention(q: Tensor, cache: LayerCache, segments: Sequence[Segment]) -
     dtype, q = q.dtype, q.to(cache.keys.dtype)
     out = torch.empty_like(q)
     for segment in segments:
+        if isinstance(segment, GatheredSegments):
+            out[segment.rows] = _attend_gathered(q[segment.rows], cache, segment)
+            continue
         queries = q[segment.rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         out[segment.rows] = _attend(queries, cache, segment).permute(2, 0, 1, 3).flatten(1, 2)
     return out.to(dtype)
+
+
+def _attend_gathered(q: Tensor, cache: LayerCache, segments: GatheredSegments) -> Tensor:
+    """Attend with the queries of some sessions, (S n, H, D), all at once: (S n, H, D)."""
+    num_kv_heads, _, head_size = cache.keys.shape
+    num_sessions, _, num_rows, num_keys = segments.bias.shape
+    keys, values = (
+        x.index_select(1, segments.key_slots).view(num_kv_heads, num_sessions, num_keys, head_size)
+        for x in (cache.keys, cache.values)
+    )
+    queries = q.view(num_sessions, num_rows, num_kv_heads, -1, head_size).permute(2, 0, 3, 1, 4)
+    grouped = queries.shape  # (K, S, G, n, D)
+    scores = (queries * head_size**-0.5).flatten(2, 3) @ keys.transpose(2, 3)  # (K, S, G n, L)
+    biased = scores.view(*grouped[:-1], num_keys).float() + segments.bias
+    weights = torch.softmax(biased, dim=-1).to(q.dtype)
+    out = (weights.flatten(2, 3) @ values).view(grouped)
+    return out.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:

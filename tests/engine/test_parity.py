@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, attention_layout
 from engine.audio.audio_stream import AudioStream
 from engine.audio.log_mel import LogMel
 from engine.config import TransformerConfig, read_model_config
@@ -136,13 +136,17 @@ def test_logits_agree(
 
 
 @pytest.mark.parametrize("source", ["mistral", "hugging_face"])
+@pytest.mark.parametrize("max_gathered_numbers", [2**17, 0], ids=["gathered", "in place"])
 @torch.inference_mode()
 def test_greedy_ids_are_equal(
     source: str,
+    max_gathered_numbers: int,
+    monkeypatch: pytest.MonkeyPatch,
     folders: dict[str, Path],
     reference: VoxtralRealtimeForConditionalGeneration,
     features: torch.Tensor,
 ) -> None:
+    monkeypatch.setattr(attention_layout, "_MAX_GATHERED_NUMBERS", max_gathered_numbers)
     engine = Engine(EngineConfig(model=str(folders[source]), max_num_seqs=1))
     ids = transcribe(engine, [SAMPLES]).ids()
     prompt = [1] + [32] * (32 + NUM_DELAY_TOKENS)
