@@ -82,6 +82,11 @@ class AudioConfig:
         return self.samples_per_token // self.hop_samples
 
     @property
+    def span_samples(self) -> int:
+        """Samples that a token's mel frames read: 200 before it, its own, 40 after it."""
+        return self.window_samples // 2 + self.samples_per_token + self.look_ahead_samples
+
+    @property
     def look_ahead_samples(self) -> int:
         """Samples after a token's end that its last mel frame reads: 200 - 160 = 40."""
         return self.window_samples // 2 - self.hop_samples

@@ -24,7 +24,6 @@ import psutil
 import torch
 
 from engine.active_session import ActiveSession
-from engine.audio.log_mel import LogMel
 from engine.block_pool import BlockPool
 from engine.checkpoint import find_checkpoint
 from engine.config import (
@@ -144,14 +143,13 @@ class Engine:
         if config.default_delay_ms is not None:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
-        self._log_mel = LogMel(self.model_config.audio)
         self._runner = on_own_thread(lambda: self._load_model(folder, device, weights, pick))
         # Found before there is a KV cache: of that, pages should be taken one by one.
         self._weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
             torch.set_num_threads(1)
-        self._prefix = PrefixCache(self._runner, self.model_config.audio, self._log_mel)
+        self._prefix = PrefixCache(self._runner, self.model_config.audio)
         self._scheduler = Scheduler(
             max_encode_tokens=config.max_encode_tokens,
             max_batched_tokens=max(config.max_encode_tokens, config.max_num_seqs),
@@ -359,7 +357,7 @@ class Engine:
             first_token, spans = num_shared, spans[num_shared:]
         table = encoder.make_room(session_id, first_token, len(spans))
         return EncodeJob(
-            mel=self._log_mel(spans),
+            spans=spans,
             conv_state=utterance.conv_state,
             first_token=first_token,
             table=table,

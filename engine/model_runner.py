@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention_layout import Part, lay_out
+from engine.audio.log_mel import LogMel
 from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
 from engine.drafting import drafted_ids, right_rows
 from engine.kv_cache_manager import BlockTable, KVCacheSpec
@@ -30,7 +33,7 @@ from engine.model.weights import TensorSource, load_weights
 class EncodeJob:
     """Encode the tokens [first_token, first_token + T) of a session."""
 
-    mel: Tensor  # (T, 8, 128) float32, on the CPU
+    spans: NDArray[np.float32]  # (T, 1520), the samples that each token's mel frames read
     conv_state: ConvState
     first_token: int
     table: BlockTable
@@ -38,7 +41,7 @@ class EncodeJob:
     @property
     def num_rows(self) -> int:
         """Rows in a flat batch, counted in tokens."""
-        return len(self.mel)
+        return len(self.spans)
 
 
 class EncodeResult(NamedTuple):
@@ -127,6 +130,7 @@ class ModelRunner:
             source, config, dtype, device, is_int8=is_int8, cache=int8_cache
         )
         self.dtype, self.device = self._decoder.embedding.dtype, device
+        self._log_mel = LogMel(config.audio)
         self._encoder_rope = Rope(config.encoder, device)
         self._decoder_rope = Rope(config.decoder, device)
         self.encoder_cache = self.decoder_cache = KVCache((), 0)
@@ -168,21 +172,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, jobs: Sequence[EncodeJob]) -> list[EncodeResult]:
-        """Run conv stem, encoder and adapter."""
+        """Run mel spectrogram, conv stem, encoder and adapter."""
         frames_per_token = self._config.block_pool_size
-        mels = [job.mel.flatten(0, 1).to(self.device, self.dtype) for job in jobs]  # (8 T, 128)
+        counts = [job.num_rows for job in jobs]
+        mel = self._log_mel(np.concatenate([job.spans for job in jobs]))  # (T, 8, 128)
+        mels = [part.flatten(0, 1) for part in mel.to(self.device, self.dtype).split(counts)]
         x, conv_states = self._encoder.conv_stem(mels, [job.conv_state for job in jobs])
         batch = lay_out(
             [
-                Part(job.table, job.first_token * frames_per_token, len(job.mel) * frames_per_token)
-                for job in jobs
+                Part(job.table, job.first_token * frames_per_token, count * frames_per_token)
+                for job, count in zip(jobs, counts, strict=True)
             ],
             self._config.encoder,
             self._encoder_rope,
             self.device,
         )
         hidden = self._encoder.transformer(x, batch, self.encoder_cache.layers)  # (F, dim)
-        adapter = self._encoder.adapter(hidden).split([len(job.mel) for job in jobs])
+        adapter = self._encoder.adapter(hidden).split(counts)
         return [EncodeResult(*result) for result in zip(adapter, conv_states, strict=True)]
 
     @torch.inference_mode()

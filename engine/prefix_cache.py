@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from engine.audio.audio_stream import AudioStream
-from engine.audio.log_mel import LogMel
 from engine.config import AudioConfig, prompt_ids
 from engine.kv_cache_manager import BlockTable
 from engine.model.attention import LayerCache
@@ -25,8 +24,8 @@ from engine.model_runner import DecodeJob, EncodeJob, EncodeResult, ModelRunner
 class PrefixCache:
     """Keys and values of the shared start, kept from the first utterance that computes it."""
 
-    def __init__(self, runner: ModelRunner, audio: AudioConfig, log_mel: LogMel) -> None:
-        self._runner, self._audio, self._log_mel = runner, audio, log_mel
+    def __init__(self, runner: ModelRunner, audio: AudioConfig) -> None:
+        self._runner, self._audio = runner, audio
         # The last token of the left padding reads 40 samples of what follows it.
         self.num_tokens = audio.num_left_pad_tokens - 1
         self._encoded: tuple[EncodeResult, list[LayerCache]] | None = None
@@ -49,7 +48,7 @@ class PrefixCache:
             stream = AudioStream(self._audio, num_right_pad_tokens=0)
             stream.append(np.zeros(self._audio.look_ahead_samples, np.float32))
             job = EncodeJob(
-                mel=self._log_mel(stream.take(self.num_tokens)),
+                spans=stream.take(self.num_tokens),
                 conv_state=self._runner.initial_conv_state(),
                 first_token=0,
                 table=table,

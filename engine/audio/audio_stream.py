@@ -29,7 +29,6 @@ class AudioStream:
         self._audio = audio
         self._num_right_pad_tokens = num_right_pad_tokens
         look_back_samples = audio.window_samples // 2
-        self._span_samples = audio.samples_per_token + look_back_samples + audio.look_ahead_samples
         self._buffer = np.zeros(
             look_back_samples + audio.num_left_pad_tokens * audio.samples_per_token, np.float32
         )
@@ -54,7 +53,7 @@ class AudioStream:
     @property
     def num_ready_tokens(self) -> int:
         """Tokens not yet taken whose samples are all here."""
-        spare = len(self._buffer) - self._span_samples
+        spare = len(self._buffer) - self._audio.span_samples
         return max(0, spare // self._audio.samples_per_token + 1)
 
     def append(self, samples: NDArray[np.float32]) -> None:
@@ -76,7 +75,7 @@ class AudioStream:
         """Remove the next tokens: (num_tokens, 1520), the samples that each one's mel reads."""
         assert 0 < num_tokens <= self.num_ready_tokens
         step_samples = self._audio.samples_per_token
-        spans = np.lib.stride_tricks.sliding_window_view(self._buffer, self._span_samples)
+        spans = np.lib.stride_tricks.sliding_window_view(self._buffer, self._audio.span_samples)
         taken = spans[: num_tokens * step_samples : step_samples].copy()
         self._buffer = self._buffer[num_tokens * step_samples :].copy()
         self.num_taken_tokens += num_tokens

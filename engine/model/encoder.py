@@ -67,16 +67,11 @@ class Encoder:
         Returns:
             (F, dim) flat encoder frames of all sessions, and the new states.
         """
-        padded = [torch.cat((s.mel, m)) for s, m in zip(states, mels, strict=True)]
-        hidden = F.gelu(self.conv1(torch.cat([_windows(p, stride=1) for p in padded])))
-        parts = hidden.split([len(mel) for mel in mels])
-        padded_hidden = [torch.cat((s.conv, p)) for s, p in zip(states, parts, strict=True)]
-        out = F.gelu(self.conv2(torch.cat([_windows(p, stride=2) for p in padded_hidden])))
-        new_states = [
-            ConvState(mel=p[-MEL_CARRY:].clone(), conv=h[-CONV_CARRY:].clone())
-            for p, h in zip(padded, padded_hidden, strict=True)
-        ]
-        return out, new_states
+        windows, mel_carry = _windows([s.mel for s in states], mels, stride=1)
+        hidden = F.gelu(self.conv1(windows)).split([len(mel) for mel in mels])
+        windows, conv_carry = _windows([s.conv for s in states], hidden, stride=2)
+        out = F.gelu(self.conv2(windows))
+        return out, [ConvState(*carry) for carry in zip(mel_carry, conv_carry, strict=True)]
 
     def transformer(self, x: Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run the layers and the final norm on encoder frames x, (F, dim)."""
@@ -91,10 +86,32 @@ class Encoder:
         return self.adapter_out(F.gelu(self.adapter_in(pooled)))
 
 
-def _windows(x: Tensor, stride: int) -> Tensor:
-    """Lay out the inputs of a kernel-3 convolution over x, (rows, channels), as rows to multiply.
+def _windows(
+    carries: Sequence[Tensor], parts: Sequence[Tensor], stride: int
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Lay out the inputs of a kernel-3 convolution over each session's rows, as rows to multiply.
+
+    With carries a of one row and parts x of two, and stride 2, windows start at rows 0 and 3:
+
+        row    0    1    2    3    4    5
+               a0   x00  x01  a1   x10  x11
+
+    Args:
+        carries: for each session its last rows of before, (kernel - stride, channels).
+        parts: for each session its new rows, (rows, channels), a multiple of the stride.
 
     Returns:
-        (outputs, channels * 3), channel-major, as a convolution's weight (out, in, 3) flattens.
+        (outputs, channels * 3), channel-major, as a convolution's weight (out, in, 3) flattens, and
+        for each session what to carry on.
     """
-    return x.unfold(0, KERNEL, stride).flatten(1)
+    padded = torch.cat([x for pair in zip(carries, parts, strict=True) for x in pair])
+    device, num_carried = padded.device, KERNEL - stride
+    sessions = torch.arange(len(parts), device=device)
+    counts = torch.tensor([len(part) for part in parts], device=device)
+    session_of_output = sessions.repeat_interleave(counts // stride)
+    outputs = torch.arange(len(session_of_output), device=device)
+    starts = stride * outputs + num_carried * session_of_output
+    windows = padded.unfold(0, KERNEL, 1).index_select(0, starts).flatten(1)
+    ends = counts.cumsum(0) + num_carried * (sessions + 1)
+    carried = ends[:, None] + torch.arange(-num_carried, 0, device=device)
+    return windows, padded.index_select(0, carried.flatten()).split(num_carried)

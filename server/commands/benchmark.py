@@ -239,7 +239,8 @@ class _Passes:
     def __init__(self, engine: Engine, max_encode_tokens: int) -> None:
         self._runner, self._kv_cache = engine.runner, engine.kv_cache
         audio = engine.model_config.audio
-        self._mel_shape = (audio.mel_frames_per_token, audio.num_mel_bins)
+        self._span_samples = audio.span_samples
+        self._noise = np.random.default_rng(0)
         self._delay_ms = engine.default_delay_ms
         num_delay_tokens = audio.num_delay_tokens(self._delay_ms)
         self._num_prompt_tokens = audio.num_prompt_tokens(num_delay_tokens)
@@ -277,7 +278,7 @@ class _Passes:
         first = self._kv_cache.encoder.spec.past_tokens
         self._kv_cache.encoder.make_room(0, 0, first)
         job = EncodeJob(
-            mel=torch.randn(num_tokens, *self._mel_shape),
+            spans=self._noise.standard_normal((num_tokens, self._span_samples), np.float32),
             conv_state=self._runner.initial_conv_state(),
             first_token=first,
             table=self._kv_cache.encoder.make_room(0, first, num_tokens),

@@ -26,7 +26,7 @@ class Recorder:
         return getattr(self._runner, name)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[EncodeResult]:
-        self.encoded += [(job.first_token, len(job.mel)) for job in jobs]
+        self.encoded += [(job.first_token, job.num_rows) for job in jobs]
         return self._runner.encode(jobs)
 
     def decode(self, jobs: Sequence[DecodeJob]) -> list[list[DecodeResult]]:

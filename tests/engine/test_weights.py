@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.audio.log_mel import LogMel
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig, read_model_config
 from engine.errors import CheckpointError
@@ -187,11 +186,10 @@ def test_a_step_keeps_one_dtype_throughout(dtype: torch.dtype, tiny_checkpoint: 
         return manager.make_room(0, 0, num_tokens)
 
     spans = np.random.default_rng(0).standard_normal((3, 1_520)).astype(np.float32)
-    mel = LogMel(config.audio)(spans)
     (encoded,) = runner.encode(
         [
             EncodeJob(
-                mel=mel,
+                spans=spans,
                 conv_state=runner.initial_conv_state(),
                 first_token=0,
                 table=table(SlidingWindowManager(encoder, BlockPool(4), 4), 3),
@@ -214,7 +212,7 @@ def test_a_step_keeps_one_dtype_throughout(dtype: torch.dtype, tiny_checkpoint: 
     caches = [runner.encoder_cache.layers, runner.decoder_cache.layers]
     state = [encoded.adapter, encoded.conv_state, runner.no_adapter_rows(), *caches]
     assert {t.dtype for part in state for _, t in tensors_in(part)} == {dtype}
-    assert mel.dtype == torch.float32
+    assert runner._log_mel(spans).dtype == torch.float32
     assert decoded.logprob is not None and np.isfinite(decoded.logprob)
 
 
