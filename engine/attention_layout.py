@@ -60,9 +60,14 @@ class Part(NamedTuple):
 
 
 def lay_out(
-    parts: Sequence[Part], transformer: TransformerConfig, rope: Rope, device: torch.device
+    parts: Sequence[Part], transformer: TransformerConfig, rope: Rope, cache: Tensor
 ) -> AttentionBatch:
-    """Lay out a flat batch of one stack."""
+    """Lay out a flat batch of one stack.
+
+    Args:
+        cache: a tensor of its KV cache, for dtype and device.
+    """
+    device = cache.device
     positions = [position for part in parts for position in part.row_positions]
     slots = [
         slot for part in parts for run in part.table.slot_runs(part.first, part.end) for slot in run
@@ -72,11 +77,11 @@ def lay_out(
     return AttentionBatch(
         rope.rotations(_ids(positions, device)),
         _ids(slots, device),
-        tuple(make_segments(parts, transformer.window, device)),
+        tuple(make_segments(parts, transformer.window, cache)),
     )
 
 
-def segments(parts: Sequence[Part], window: int, device: torch.device) -> Iterator[Segment]:
+def segments(parts: Sequence[Part], window: int, cache: Tensor) -> Iterator[Segment]:
     """Make each part a segment, whose window is read in place."""
     first_row = 0
     for part in parts:
@@ -89,14 +94,14 @@ def segments(parts: Sequence[Part], window: int, device: torch.device) -> Iterat
                 part.first,
                 part.num_frames,
                 window,
-                device,
+                cache.device,
                 num_alternatives=part.num_alternatives,
             )
         yield Segment(rows, key_runs, mask)
 
 
 def gathered_segments(
-    parts: Sequence[Part], window: int, device: torch.device
+    parts: Sequence[Part], window: int, cache: Tensor
 ) -> Iterator[GatheredSegments]:
     """Take neighbouring parts of as many rows together, and copy their windows.
 
@@ -107,7 +112,7 @@ def gathered_segments(
         session 1    key 6    7    8
                          x    x    x
     """
-    first_row = 0
+    device, first_row = cache.device, 0
     for (num_frames, num_alternatives), neighbours in groupby(parts, lambda part: part[2:]):
         group = list(neighbours)
         for part in group:
@@ -128,10 +133,8 @@ def gathered_segments(
             window,
             num_alternatives,
         )
-        bias = torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
-        yield GatheredSegments(
-            rows, key_slots=(ring_starts + keys % ring_lengths).flatten(), bias=bias[:, None]
-        )
+        bias = cache.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        yield GatheredSegments(rows, (ring_starts + keys % ring_lengths).flatten(), bias)
 
 
 def _ids(values: Sequence[int], device: torch.device) -> Tensor:

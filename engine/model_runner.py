@@ -185,7 +185,7 @@ class ModelRunner:
             ],
             self._config.encoder,
             self._encoder_rope,
-            self.device,
+            self.encoder_cache.layers[0].keys,
         )
         hidden = self._encoder.transformer(x, batch, self.encoder_cache.layers)  # (F, dim)
         adapter = self._encoder.adapter(hidden).split(counts)
@@ -222,7 +222,9 @@ class ModelRunner:
             for job, end in zip(jobs, ends, strict=True)
             for row in range(end - 1 - 2 * job.num_drafts, end)
         ]
-        batch = lay_out(parts, self._config.decoder, self._decoder_rope, self.device)
+        batch = lay_out(
+            parts, self._config.decoder, self._decoder_rope, self.decoder_cache.layers[0].keys
+        )
         logits = self._decoder(
             torch.cat([adapter for job in jobs for adapter in job.row_adapters]),
             self._ids(token_ids),

@@ -86,7 +86,9 @@ class GatheredSegments:
 
     rows: slice  # (S n) of queries
     key_slots: Tensor  # (S L,) int64
-    bias: Tensor  # (S, 1, n, L) float32: 0 where a row may read a key, else minus infinity
+    bias: (
+        Tensor  # (S, n, L) in the cache's dtype: 0 where a row may read a key, else minus infinity
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,41 +166,45 @@ def paged_attention(
     Returns:
         (N, H, D) in the dtype of q.
     """
-    num_kv_heads = cache.keys.shape[0]
     dtype, q = q.dtype, q.to(cache.keys.dtype)
-    out = torch.empty_like(q)
-    for segment in segments:
-        if isinstance(segment, GatheredSegments):
-            out[segment.rows] = _attend_gathered(q[segment.rows], cache, segment)
-            continue
-        queries = q[segment.rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-        out[segment.rows] = _attend(queries, cache, segment).permute(2, 0, 1, 3).flatten(1, 2)
-    return out.to(dtype)
+    outs = [
+        _attend_gathered(q[segment.rows], cache, segment)
+        if isinstance(segment, GatheredSegments)
+        else _attend_in_place(q[segment.rows], cache, segment)
+        for segment in segments
+    ]
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(dtype)
 
 
 def _attend_gathered(q: Tensor, cache: LayerCache, segments: GatheredSegments) -> Tensor:
-    """Attend with the queries of some sessions, (S n, H, D), all at once: (S n, H, D)."""
+    """Attend with the queries of some sessions at once, (S n, H, D)."""
     num_kv_heads, _, head_size = cache.keys.shape
-    num_sessions, _, num_rows, num_keys = segments.bias.shape
+    num_sessions, num_rows, num_keys = segments.bias.shape
+    num_groups = q.shape[1] // num_kv_heads
     keys, values = (
-        x.index_select(1, segments.key_slots).view(num_kv_heads, num_sessions, num_keys, head_size)
+        x.index_select(1, segments.key_slots).view(-1, num_keys, head_size)  # (K S, L, D)
         for x in (cache.keys, cache.values)
     )
-    queries = q.view(num_sessions, num_rows, num_kv_heads, -1, head_size).permute(2, 0, 3, 1, 4)
-    grouped = queries.shape  # (K, S, G, n, D)
-    scores = (queries * head_size**-0.5).flatten(2, 3) @ keys.transpose(2, 3)  # (K, S, G n, L)
-    biased = scores.view(*grouped[:-1], num_keys).float() + segments.bias
-    weights = torch.softmax(biased, dim=-1).to(q.dtype)
-    out = (weights.flatten(2, 3) @ values).view(grouped)
-    return out.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+    grouped = q.view(num_sessions, num_rows, num_kv_heads, num_groups, head_size)
+    queries = grouped.permute(2, 0, 3, 1, 4).reshape(-1, num_groups * num_rows, head_size)
+    scores = torch.baddbmm(
+        segments.bias.repeat(num_kv_heads, num_groups, 1),
+        queries,
+        keys.transpose(1, 2),
+        alpha=head_size**-0.5,
+    )  # (K S, G n, L)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    out = (weights @ values).view(num_kv_heads, num_sessions, num_groups, num_rows, head_size)
+    return out.permute(1, 3, 0, 2, 4).reshape(q.shape)
 
 
-def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
-    """Attend with one session's queries, (K, G, n, D); the result has the same shape.
+def _attend_in_place(q: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
+    """Attend with one session's queries, (n, H, D).
 
     Runs are attended to one by one, and their results weighed by what each has of the sum under
     the softmax: nothing is copied where a window wraps around its ring.
     """
+    queries = q.unflatten(1, (len(cache.keys), -1)).permute(1, 2, 0, 3)  # (K, G, n, D)
     q = queries.flatten(1, 2)  # (K, G n, D)
     mask = segment.mask
     if mask is not None and queries.shape[1] > 1:
@@ -213,12 +219,16 @@ def _attend(queries: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
         out, log_sum = attend(q, keys, values, part)
         outs.append(out)
         log_sums.append(log_sum)
-    if len(outs) == 1:
-        return outs[0].view_as(queries)
+    merged = outs[0] if len(outs) == 1 else _merged(outs, log_sums)
+    return merged.view_as(queries).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _merged(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
+    """Weigh results of runs, (K, G n, D) each, by their parts of the sum, (K, G n) logarithms."""
     weights = torch.softmax(torch.stack(log_sums), dim=0)[..., None]  # (runs, K, G n, 1) float32
     # Where a run is masked as a whole its weight is 0, and its result may be no number.
     merged = (torch.where(weights > 0, torch.stack(outs), 0) * weights).sum(dim=0)
-    return merged.to(q.dtype).view_as(queries)
+    return merged.to(outs[0].dtype)
 
 
 def _attend_flash(

@@ -19,7 +19,7 @@ from engine.model.attention import (
 
 CPU = torch.device("cpu")
 MakeSegments = Callable[
-    [Sequence[Part], int, torch.device], Iterator[Segment] | Iterator[GatheredSegments]
+    [Sequence[Part], int, torch.Tensor], Iterator[Segment] | Iterator[GatheredSegments]
 ]
 IN_PLACE_OR_GATHERED = pytest.mark.parametrize("make_segments", [segments, gathered_segments])
 NUM_KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 4
@@ -57,7 +57,7 @@ class Probe:
         slots = [slot for run in table.slot_runs(first, first + count) for slot in run]
         values = torch.eye(self.num_frames)[first : first + count, None]  # (frames, 1, D)
         self.cache.write(torch.tensor(slots), torch.zeros_like(values), values)
-        layout = list(make_segments([Part(table, first, count)], self.window, CPU))
+        layout = list(make_segments([Part(table, first, count)], self.window, self.cache.keys))
         queries = torch.randn(count, 1, self.num_frames)
         out = paged_attention(queries, self.cache, layout)
         assert not out.isnan().any()
@@ -167,8 +167,8 @@ def test_gathered_windows_give_what_windows_read_in_place_do() -> None:
         for x in (cache.keys, cache.values):
             x[:, slots] = torch.randn(NUM_KV_HEADS, len(slots), HEAD_SIZE)
     queries = torch.randn(sum(map(sum, rows)), NUM_KV_HEADS * GROUPS, HEAD_SIZE)
-    in_place = paged_attention(queries, cache, list(segments(parts, window, CPU)))
-    gathered = list(gathered_segments(parts, window, CPU))
+    in_place = paged_attention(queries, cache, list(segments(parts, window, cache.keys)))
+    gathered = list(gathered_segments(parts, window, cache.keys))
     assert len(gathered) == 4
     torch.testing.assert_close(paged_attention(queries, cache, gathered), in_place)
     assert not in_place.isnan().any()
