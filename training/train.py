@@ -239,6 +239,7 @@ def main() -> None:
     )
 
     sums: dict[str, float] = defaultdict(float)
+    num_summed = 0  # a resumed run's first report covers fewer steps than others
     saved_at = time.monotonic()
     with (
         (run / "metrics.jsonl").open("a", buffering=1) as metrics,
@@ -249,13 +250,16 @@ def main() -> None:
             if rate == 0.0:
                 break
             for name, value in trainer.update(batch, rate).items():
-                sums[name] += value / REPORT_EVERY
+                sums[name] += value
+            num_summed += 1
             progress.update()
             if trainer.step % REPORT_EVERY == 0:
-                row = {"step": trainer.step, "time": time.time(), "learning_rate": rate, **sums}
+                means = {name: total / num_summed for name, total in sums.items()}
+                row = {"step": trainer.step, "time": time.time(), "learning_rate": rate, **means}
                 metrics.write(json.dumps(row) + "\n")
-                progress.set_postfix(token=f"{sums['token']:.3f}", sound=f"{sums['sound']:.2f}")
+                progress.set_postfix(token=f"{means['token']:.3f}", sound=f"{means['sound']:.2f}")
                 sums.clear()
+                num_summed = 0
             if quick_evaluation and trainer.step % args.evaluate_every == 0:
                 weights = voxtral_weights(trainer.model.state_dict())
                 rates = quick_evaluation(trainer.shape.config(), weights)
