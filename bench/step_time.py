@@ -116,8 +116,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG to write")
     parser.add_argument("--json", type=Path, help="every step's time, to this file")
     args = parser.parse_args()
-    if args.steps < 2 * _THOUSAND:
-        parser.error(f"--steps {args.steps}: at least {2 * _THOUSAND}, to compare two thousands")
+    if args.steps < 3 * _THOUSAND:
+        parser.error(f"--steps {args.steps}: at least {3 * _THOUSAND}, to compare two thousands")
     config = EngineConfig(model=args.model, quantization=args.quantization, max_num_seqs=1)
     course = run(config, args.steps)
     for name, value in course.summary().items():

@@ -33,13 +33,13 @@ class AudioSourceError(Exception):
     """Report audio that can't be had, in a sentence for the user."""
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path | str) -> bytes:
     """Return the whole of an audio file: any format, rate and channels that libsndfile reads.
 
     Raises:
         AudioSourceError: it can't be read as audio.
     """
-    if not path.exists():
+    if not Path(path).exists():
         raise AudioSourceError(f"{path}: no such file")
     try:
         with soundfile.SoundFile(path) as file:

@@ -109,10 +109,14 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("voxlite_sessions_max", "Seats.", value=stats.max_sessions)
         yield CounterMetricFamily(
             "voxlite_audio_seconds",
-            "Audio taken in.",
+            "Audio taken in, the few seconds at start among it.",
             value=stats.num_samples_in / SAMPLE_RATE_HZ,
         )
-        yield CounterMetricFamily("voxlite_tokens", "Tokens written.", value=stats.num_tokens_out)
+        yield CounterMetricFamily(
+            "voxlite_tokens",
+            "Tokens written, those at start among them.",
+            value=stats.num_tokens_out,
+        )
         yield CounterMetricFamily(
             "voxlite_decoder_passes",
             "Passes of a session through the decoder; fewer than tokens where some were drafted.",

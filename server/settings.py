@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -102,6 +103,16 @@ class ServerSettings(BaseSettings):
         for path in (self.ssl_keyfile, self.ssl_certfile):
             if path is not None and not Path(path).is_file():
                 raise ValueError(f"{path}: no such file")
+        if self.ssl_certfile is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            try:
+                # An empty password: without one, OpenSSL would ask for it on the terminal.
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: b"")
+            except OSError as err:
+                raise ValueError(
+                    f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile}: not "
+                    f"a certificate and its key, in PEM and without a password ({err})"
+                ) from err
         return self
 
     @classmethod

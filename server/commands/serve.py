@@ -76,6 +76,9 @@ class DrainingServer(uvicorn.Server):
         # uvicorn's own way of waiting for them; a second SIGINT ends it.
         while self.server_state.tasks and not self.force_exit and loop.time() < deadline_s:
             await asyncio.sleep(0.05)
+        if self.server_state.tasks:
+            # Whoever waits still is told so, rather than cut off.
+            await self._services.engine.stop()
         await super().shutdown(sockets)
 
     @property

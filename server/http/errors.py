@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from engine.errors import InvalidInput, VoxliteError
 from server.errors import fault_of
 from server.protocol.messages import ProtocolError
+from server.services import services_of
 
 _RETRY_AFTER_S = "1"
 
@@ -34,13 +35,18 @@ def _code(error: VoxliteError) -> str:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the application in this form."""
 
+    def count(request: Request, code: str) -> None:
+        services_of(request).metrics.refusals.labels(reason=code).inc()
+
     @app.exception_handler(ProtocolError)
     async def on_protocol_error(request: Request, error: ProtocolError) -> JSONResponse:
+        count(request, error.fault.code)
         body = error_body(error.message, error.fault.code, error.param)
         return JSONResponse(body, error.fault.http_status)
 
     @app.exception_handler(VoxliteError)
     async def on_voxlite_error(request: Request, error: VoxliteError) -> JSONResponse:
+        count(request, _code(error))
         fault = fault_of(error)
         headers = {"Retry-After": _RETRY_AFTER_S} if fault.http_status == 503 else None
         return JSONResponse(voxlite_error_body(error), fault.http_status, headers)

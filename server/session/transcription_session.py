@@ -116,7 +116,7 @@ class TranscriptionSession:
 
         Raises:
             InvalidInput: it isn't finite; the part from there on was refused.
-            Overloaded: there was no room for it in time; so was the rest.
+            Overloaded: there was no room for it in time; so was the rest. It says how much.
         """
         async with self._lock:
             self._engine_feed.set_deadline(self._services.max_append_wait_s)
@@ -127,6 +127,11 @@ class TranscriptionSession:
                 piece = data[start : start + piece_bytes]
                 try:
                     await self._take_audio(self._decoder.push(piece))
+                except Overloaded as err:
+                    self._decoder.skip(data[start + piece_bytes :])
+                    lost_s, all_s = (n / piece_bytes for n in (len(data) - start, len(data)))
+                    lost = f"{lost_s:.2f} of {all_s:.2f} s were not taken"
+                    raise Overloaded(f"{lost}: {err}") from err
                 except VoxliteError:
                     self._decoder.skip(data[start + piece_bytes :])
                     raise

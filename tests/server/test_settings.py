@@ -99,6 +99,13 @@ def test_a_key_with_a_comma_is_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
         settings_of(api_key=[" "])
 
 
+def test_a_file_that_is_no_certificate_is_named_before_the_server_starts(tmp_path: Path) -> None:
+    path = tmp_path / "notes.pem"
+    path.write_text("no certificate")
+    with pytest.raises(InvalidInput, match=rf"--ssl-certfile {path} .*: not a certificate and its"):
+        settings_of(ssl_keyfile=str(path), ssl_certfile=str(path))
+
+
 def test_a_certificate_that_is_missing_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.pem")
     with pytest.raises(InvalidInput, match=rf"{missing}: no such file"):

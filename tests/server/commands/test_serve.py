@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import cast
 
 import httpx2
 import numpy as np
@@ -19,7 +21,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from engine import Engine, EngineConfig
+from engine.engine import EngineStats
 from engine.errors import CheckpointError, InvalidInput
+from server.async_engine import EngineStatus
 from server.commands import demo
 from server.commands.serve import serve as run_server
 from server.commands.serve import settings_of
@@ -126,6 +130,32 @@ def test_a_server_that_is_stopped_finishes_what_was_committed_and_refuses_the_re
         engine.running.set()
         assert text_of(waiting.until(COMPLETED)) == "w1 w2"
         assert text_of(late.until(COMPLETED)) == " ".join(["w3 w4"] * 60)
+
+
+def test_who_waits_when_the_time_to_stop_is_over_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    monkeypatch.setattr("server.commands.serve._MAX_DRAIN_S", 0.2)
+    file = io.BytesIO()
+    soundfile.write(file, np.tile(tone(1, 2, 3), 200), 16_000, format="WAV")
+    answers: list[httpx2.Response] = []
+
+    def send(live: LiveServer) -> None:
+        with live.http() as http:
+            answers.append(
+                http.post("/v1/audio/transcriptions", files={"file": ("a.wav", file.getvalue())})
+            )
+
+    with serve(load=lambda: Engine(EngineConfig(model=str(tiny_checkpoint)))) as live:
+        live.wait_until(lambda: live.services.engine.status is EngineStatus.READY)
+        request = threading.Thread(target=send, args=(live,))
+        request.start()
+        live.wait_until(lambda: cast(EngineStats, live.services.engine.stats()).num_passes > 0)
+        live.stop()
+        request.join(TIMEOUT_S)
+    (answer,) = answers
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the engine was stopped"
 
 
 def test_a_server_that_is_loading_stops_without_waiting_for_it() -> None:

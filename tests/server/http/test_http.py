@@ -270,4 +270,8 @@ def test_refusals_are_counted_by_reason(server: LiveServer) -> None:
         client.send("nonsense")
         client.next("error")
     with server.http() as http:
-        assert 'voxlite_refusals_total{reason="unknown_event"}' in http.get("/metrics").text
+        assert http.get("/v1/models/nobody").status_code == 404
+        assert http.post("/v1/audio/transcriptions").status_code == 400
+        metrics = http.get("/metrics").text
+    for reason in ("unknown_event", "model_not_found", "missing_required_parameter"):
+        assert f'voxlite_refusals_total{{reason="{reason}"}}' in metrics

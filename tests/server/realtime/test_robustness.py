@@ -347,6 +347,7 @@ def test_the_buffer_is_bounded_the_error_says_so_and_the_socket_stays_usable() -
         error = client.next("error")["error"]
         assert error["code"] == "buffer_full"
         assert "32000" in error["message"]
+        assert "0.96 of 0.96 s were not taken" in error["message"]
         (session,) = live.services.sessions
         assert session.lag_s <= 2.0
         engine.running.set()
