@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from typing import Any, Final
 
 import uvicorn
@@ -22,6 +23,10 @@ from server.wording import problem_of
 
 logger = logging.getLogger(__name__)
 
+# How long a thread may keep Python's lock while another waits for it. The engine's thread gives it
+# up in each of a step's hundreds of calls of PyTorch, and with Python's own 5 ms waited as long to
+# have it back whenever the event loop was busy.
+_SWITCH_INTERVAL_S: Final = 0.0005
 # A frame up to twice the limit is read and then refused in words; a larger one ends the socket.
 _MAX_FRAME_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 _PING_INTERVAL_S: Final = 20.0
@@ -104,6 +109,7 @@ def serve(settings: ServerSettings) -> None:
     if not settings.api_key and settings.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("no --api-key is set: everybody who reaches %s may use it", settings.host)
     sockets = listen(settings.host, settings.port)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     asyncio.run(server.serve(sockets))
     if failures:
         raise failures[0]
