@@ -47,6 +47,7 @@ from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_k
 from engine.model.checkpoint_files import CheckpointFiles
 from engine.model.huge_pages import collapse, large_memory
 from engine.model.int8_cache import Int8Cache
+from engine.model.malloc import keep_freed_memory
 from engine.model.weights import TensorSource
 from engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
 from engine.own_thread import on_own_thread
@@ -147,6 +148,7 @@ class Engine:
         # Found before there is a KV cache: of that, pages should be taken one by one.
         self._weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
+        keep_freed_memory()  # now that what loading took for a while is given back
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
             torch.set_num_threads(1)
         self._prefix = PrefixCache(self._runner, self.model_config.audio)
