@@ -100,7 +100,8 @@ def plot(course: Course, path: Path) -> None:
     times.set(xlabel="step", title=f"ms a step, median of {_STEPS_PER_POINT}", ylim=(0, None))
     times.legend(fontsize=8)
     memory.plot(steps, course.resident_mb, linewidth=1)
-    memory.set(xlabel="step", title="resident memory, MB", ylim=(0, None))
+    top_mb = 1.25 * max(course.resident_mb)
+    memory.set(xlabel="step", title="resident memory, MB", ylim=(0, top_mb))
     for axis in (times, memory):
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -167,7 +167,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description="Speak words with known ends to a running server; report when they come.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--url", default="ws://127.0.0.1:8000/v1/realtime")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     parser.add_argument("--sessions", type=int, default=2)
     parser.add_argument("--delay-ms", type=int, default=480)
     parser.add_argument("phrases", nargs="*", default=_PHRASES, help="words that the model knows")
@@ -175,7 +175,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 async def _run_all(args: argparse.Namespace, phrases: Sequence[SpokenPhrase]) -> Figures:
-    runs = [run_session(args.url, args.delay_ms, phrases) for _ in range(args.sessions)]
+    url = args.url.rstrip("/").replace("http", "ws", 1) + "/v1/realtime"
+    runs = [run_session(url, args.delay_ms, phrases) for _ in range(args.sessions)]
     total = Figures()
     for figures in await asyncio.gather(*runs):
         total.word_ms += figures.word_ms

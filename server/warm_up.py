@@ -27,7 +27,7 @@ def log_speed(engine: Engine) -> None:
     if one_s > token_s:
         logger.warning(
             "slower than real time: %.0f ms for each %.0f ms of audio with one session. Text will "
-            "lag behind by %.1f s for each second of speech",
+            "lag behind by up to %.1f s for each second of speech",
             1000 * one_s,
             1000 * token_s,
             one_s / token_s - 1,
