@@ -128,6 +128,11 @@ def looped(pcm: bytes, pause_ms: float, seconds: float) -> bytes:
     return (period * (num_bytes // len(period) + 1))[:num_bytes]
 
 
+def socket_url(address: str) -> str:
+    """Return the address of the realtime socket of a server at `http(s)://HOST`."""
+    return address.rstrip("/").replace("http", "ws", 1) + "/v1/realtime"
+
+
 def read_wav(path: Path) -> bytes:
     """Return the samples of a WAV file, PCM16, mono, 16 kHz.
 
@@ -454,7 +459,7 @@ def plan_of(args: argparse.Namespace) -> tuple[Plan, bytes]:
     ramp_ms = loop_ms if args.ramp_s is None else 1000 * args.ramp_s
     delay_ms = 480 if args.delay_ms is None and args.pace else args.delay_ms
     plan = Plan(
-        url=args.url.rstrip("/").replace("http", "ws", 1) + "/v1/realtime",
+        url=socket_url(args.url),
         model=args.model,
         headers={"Authorization": f"Bearer {args.api_key}"} if args.api_key else {},
         messages=encode(pcm, args.chunk_ms, is_binary=args.binary),

@@ -31,7 +31,7 @@ from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect
 
 from bench.deltas import Arrival, Percentiles, TimedWord, percentiles
-from bench.load_test import encode, read_wav
+from bench.load_test import encode, read_wav, socket_url
 from client.audio_sources import BYTES_PER_SECOND
 
 _BYTES_PER_MS: Final = BYTES_PER_SECOND // 1000
@@ -175,8 +175,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 async def _run_all(args: argparse.Namespace, phrases: Sequence[SpokenPhrase]) -> Figures:
-    url = args.url.rstrip("/").replace("http", "ws", 1) + "/v1/realtime"
-    runs = [run_session(url, args.delay_ms, phrases) for _ in range(args.sessions)]
+    runs = [run_session(socket_url(args.url), args.delay_ms, phrases) for _ in range(args.sessions)]
     total = Figures()
     for figures in await asyncio.gather(*runs):
         total.word_ms += figures.word_ms

@@ -20,6 +20,8 @@ from typing import Final
 
 from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
 
+# A pad, and a word beside it.
+ROWS_PER_DRAFT: Final = 2
 # Drafts have to give so many tokens more a pass, as rows aren't quite free: seven take a fifth to a
 # quarter longer than one.
 _MIN_YIELD: Final = 0.25

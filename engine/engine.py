@@ -33,6 +33,7 @@ from engine.config import (
     SessionOptions,
     read_model_config,
 )
+from engine.drafting import ROWS_PER_DRAFT
 from engine.errors import (
     CheckpointError,
     EngineFailure,
@@ -401,7 +402,9 @@ class Engine:
             num_drafts=num_drafts,
             delay_ms=utterance.delay_ms,
             first_position=first,
-            table=decoder.make_room(session_id, first, len(token_ids) + 2 * num_drafts),
+            table=decoder.make_room(
+                session_id, first, len(token_ids) + ROWS_PER_DRAFT * num_drafts
+            ),
             logprob=utterance.wants_logprobs,
         )
 

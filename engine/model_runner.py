@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.attention_layout import Part, lay_out
 from engine.audio.log_mel import LogMel
 from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
-from engine.drafting import drafted_ids, right_rows
+from engine.drafting import ROWS_PER_DRAFT, drafted_ids, right_rows
 from engine.kv_cache_manager import BlockTable, KVCacheSpec
 from engine.model.attention import KVCache, LayerCache
 from engine.model.encoder import ConvState
@@ -68,7 +68,12 @@ class DecodeJob:
     @property
     def num_rows(self) -> int:
         """Rows in a flat batch."""
-        return self.num_known + 2 * self.num_drafts
+        return self.num_known + ROWS_PER_DRAFT * self.num_drafts
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows, at the end, whose next token is wanted: the last known one and the drafts."""
+        return self.num_rows - self.num_known + 1
 
     @property
     def row_ids(self) -> list[int]:
@@ -220,7 +225,7 @@ class ModelRunner:
         logit_rows = [
             row
             for job, end in zip(jobs, ends, strict=True)
-            for row in range(end - 1 - 2 * job.num_drafts, end)
+            for row in range(end - job.num_logit_rows, end)
         ]
         batch = lay_out(
             parts, self._config.decoder, self._decoder_rope, self.decoder_cache.layers[0].keys
@@ -240,7 +245,7 @@ class ModelRunner:
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, best[:, None])[:, 0].tolist()
         rows = iter(zip(best.tolist(), best_logits.tolist(), logprobs, strict=True))
         return self._keep_right_rows(
-            [(job, list(islice(rows, 1 + 2 * job.num_drafts))) for job in jobs]
+            [(job, list(islice(rows, job.num_logit_rows))) for job in jobs]
         )
 
     def _keep_right_rows(

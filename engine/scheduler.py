@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from engine.active_session import ActiveSession
+from engine.drafting import ROWS_PER_DRAFT
 
 # Up to this many rows an int8 product takes hardly longer than with one.
 _MAX_DRAFT_ROWS: Final = 8
-_ROWS_PER_DRAFT: Final = 2
 
 
 class EncodePlan(NamedTuple):
@@ -75,11 +75,11 @@ class Scheduler:
             share = max(0, num_rows_left) // (len(ready) - num_planned)
             num_drafts = min(
                 self._num_draft_tokens,
-                share // _ROWS_PER_DRAFT,
+                share // ROWS_PER_DRAFT,
                 session.utterance.num_draftable_tokens,
             )
             plans.append(DecodePlan(session, num_drafts))
-            num_rows_left -= _ROWS_PER_DRAFT * num_drafts
+            num_rows_left -= ROWS_PER_DRAFT * num_drafts
         return plans
 
     def _in_turn(self, sessions: Iterable[ActiveSession]) -> list[ActiveSession]:

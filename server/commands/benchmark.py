@@ -31,6 +31,7 @@ from torch import Tensor
 
 from engine import Engine, EngineConfig, InvalidInput, SessionEnded, SessionOptions
 from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, ModelConfig
+from engine.drafting import ROWS_PER_DRAFT
 from engine.model_runner import DecodeJob, EncodeJob, Pick
 from engine.own_thread import on_own_thread
 from server.commands.random_model import PRESETS, RandomTensors, write_description
@@ -294,7 +295,9 @@ class _Passes:
             num_drafts=num_drafts,
             delay_ms=self._delay_ms,
             first_position=first,
-            table=self._kv_cache.decoder.make_room(session_id, first, len(ids) + 2 * num_drafts),
+            table=self._kv_cache.decoder.make_room(
+                session_id, first, len(ids) + ROWS_PER_DRAFT * num_drafts
+            ),
             logprob=False,
         )
 

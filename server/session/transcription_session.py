@@ -127,14 +127,13 @@ class TranscriptionSession:
                 piece = data[start : start + piece_bytes]
                 try:
                     await self._take_audio(self._decoder.push(piece))
-                except Overloaded as err:
+                except VoxliteError as err:
                     self._decoder.skip(data[start + piece_bytes :])
+                    if not isinstance(err, Overloaded):
+                        raise
                     lost_s, all_s = (n / piece_bytes for n in (len(data) - start, len(data)))
                     lost = f"{lost_s:.2f} of {all_s:.2f} s were not taken"
                     raise Overloaded(f"{lost}: {err}") from err
-                except VoxliteError:
-                    self._decoder.skip(data[start + piece_bytes :])
-                    raise
                 if start + piece_bytes < len(data):
                     await asyncio.sleep(0)  # a long append must not hold up the others
             self._watch_for_stall()
