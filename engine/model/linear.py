@@ -1,21 +1,27 @@
-"""Linear layers as they are stored and multiplied: dense, or as packed int8.
+"""Linear layers as they are stored and multiplied: dense, or int8.
 
 In: weights (out, in) as read from a checkpoint. Out: callables on rows, (N, in) -> (N, out). A
 decoder step has few rows and reads every weight once, so on a CPU it runs at the speed of memory at
-best: what counts is how near a kernel comes to that, and how many bytes a weight has. An encoder
-that runs ahead has up to two hundred rows, and what counts is how fast a kernel multiplies.
+best: what counts is how near a kernel comes to that, and how many bytes a weight has.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from engine.kernels.linear import (
+    MAX_BFLOAT16_ROWS,
+    Int8Rows,
+    bfloat16_linear,
+    fits_bfloat16_linear,
+    int8_linear,
+)
 
 _INT8_MAX: Final = 127
 # The largest magnitude that a row counts as having at least: a step of it is above 0.
@@ -64,14 +70,14 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu":
-            # PyTorch's own product of a matrix and one row reads memory twice as fast as oneDNN's.
-            # (`torch.backends.mkldnn.flags` takes 10 us, the switch itself none.)
-            torch._C._set_mkldnn_enabled(False)
-            try:
-                return F.linear(x, self.weight, self.bias)
-            finally:
-                torch._C._set_mkldnn_enabled(True)
+        if (
+            len(x) <= MAX_BFLOAT16_ROWS
+            and x.dtype is torch.bfloat16
+            and x.device.type == "cpu"
+            and fits_bfloat16_linear(self.weight)
+        ):
+            out = bfloat16_linear(x, self.weight)
+            return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -95,106 +101,15 @@ class Int8Weight(NamedTuple):
         return cls(torch.cat(values), torch.cat(scales))
 
 
-class Int8Linear(Protocol):
-    """A linear layer of int8 weights with a scale per output.
-
-    Each row of its input becomes int8 too, as steps of its own largest magnitude. Products are
-    summed as integers: exactly, so that a row's result doesn't depend on the rows beside it. Takes
-    and gives float32 rows.
-    """
-
-    @classmethod
-    def pack(cls, weight: Int8Weight, bias: Tensor | None) -> Self:
-        """Lay out a quantized weight as the kernel reads it."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
-class FbgemmLinear:
-    """Int8 by fbgemm, as PyTorch brings it: nearest to the speed of memory where rows are few.
+class Int8Linear:
+    """A linear layer of int8 weights with a scale per output: float32 rows to float32 rows."""
 
-    Its kernel rounds float32 rows itself, with one scale for all of them: so they are divided by
-    their largest magnitude beforehand.
-    """
-
-    packed: Any  # fbgemm's packed weight, a torch ScriptObject
-    bias: Tensor | None  # (out,) float32
-    num_steps: int  # on either side of zero, of an input
+    rows: Int8Rows
 
     @classmethod
-    def pack(cls, weight: Int8Weight, bias: Tensor | None) -> Self:
-        zero_points = torch.zeros(len(weight.scales), dtype=torch.int64)
-        with warnings.catch_warnings():
-            # The pinned version of torch has quantized tensors; later ones may not.
-            warnings.filterwarnings("ignore", message=".*quantize_per_tensor.*deprecated")
-            quantized = torch._make_per_channel_quantized_tensor(
-                weight.values, weight.scales.double(), zero_points, axis=0
-            )
-        packed = torch.ops.quantized.linear_prepack(quantized, None)
-        return cls(packed, None if bias is None else bias.float(), _num_steps())
+    def of(cls, weight: Int8Weight, bias: Tensor | None = None) -> Int8Linear:
+        return cls(Int8Rows(*weight, None if bias is None else bias.float()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        largest = _largest(x)
-        out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / largest, 1 / self.num_steps, self.num_steps + 1, self.packed
-        )
-        return _scaled(out, largest, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class OneDnnLinear:
-    """Int8 by oneDNN, as PyTorch brings it: the faster one where rows are many.
-
-    Two cores with VNNI, the encoder: a third slower than fbgemm with 4 rows, equal with 32, a fifth
-    faster with 192.
-    """
-
-    packed: Tensor  # (in, out) int8, in oneDNN's own layout
-    scales: Tensor  # (out,) float32
-    bias: Tensor | None  # (out,) float32
-    num_steps: int  # on either side of zero, of an input
-
-    @classmethod
-    def pack(cls, weight: Int8Weight, bias: Tensor | None) -> Self:
-        packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
-        return cls(packed, weight.scales, None if bias is None else bias.float(), _num_steps())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        zero_point = self.num_steps + 1
-        step = _largest(x).mul_(1 / self.num_steps)
-        rounded = (x / step).add_(zero_point + 0.5).to(torch.uint8)
-        out = torch.ops.onednn.qlinear_pointwise.default(
-            rounded,
-            1.0,  # a step: each row has its own
-            zero_point,
-            self.packed,
-            self.scales,
-            None,  # zero points of the weight: all 0
-            None,  # bias: it comes after a row's step
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        return _scaled(out, step, self.bias)
-
-
-def _num_steps() -> int:
-    # Without VNNI instructions both kernels add pairs of products in 16 bits, where 8-bit rows
-    # would overflow; 7-bit ones don't.
-    return _INT8_MAX if torch.cpu._is_vnni_supported() else _INT8_MAX // 2
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Return each row's largest magnitude, (N, 1), to divide by."""
-    return x.abs().amax(dim=-1, keepdim=True).clamp_min_(_TINY)
-
-
-def _scaled(out: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply the rows of a product by their scales, (N, 1), and add the bias: in place."""
-    out = out.mul_(scales)
-    return out if bias is None else out.add_(bias)
+        return int8_linear(x, self.rows)

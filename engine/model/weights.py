@@ -9,9 +9,10 @@ back from split halves to adjacent pairs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,12 +26,10 @@ from engine.model.int8_cache import Int8Cache
 from engine.model.layers import Block
 from engine.model.linear import (
     Each,
-    FbgemmLinear,
     Fused,
     Int8Linear,
     Int8Weight,
     Linear,
-    OneDnnLinear,
     Projection,
     Projections,
 )
@@ -108,32 +107,34 @@ class _Builder:
         """Return a linear layer that stays dense."""
         return Linear(self.tensor(name + ".weight", out_dim, in_dim))
 
-    def projection(self, kernel: type[Int8Linear], layer: _Layer) -> Projection:
-        """Return a linear layer, quantized for a kernel where that is wanted."""
+    def projection(self, layer: _Layer) -> Projection:
+        """Return a linear layer, quantized where that is wanted."""
         if self._is_int8:
-            return kernel.pack(self._int8_weight(layer), self._bias(layer))
+            return Int8Linear.of(self._int8_weight(layer), self._bias(layer))
         weight = self.tensor(layer.name + ".weight", layer.out_dim, layer.in_dim)
         return Linear(self._reordered(layer, weight), self._bias(layer))
 
-    def projections(self, kernel: type[Int8Linear], *layers: _Layer) -> Projections:
+    def projections(self, *layers: _Layer) -> Projections:
         """Return linear layers of one input. Quantized they become one, which rounds it once.
 
         Dense ones stay where they are: in the file.
         """
         if not self._is_int8:
-            return Each(tuple(self.projection(kernel, layer) for layer in layers))
-        weight = Int8Weight.cat([self._int8_weight(layer) for layer in layers])
+            return Each(tuple(self.projection(layer) for layer in layers))
         bias = None
         if any(layer.has_bias for layer in layers):
             biases = [(self._bias(layer), torch.zeros(layer.out_dim)) for layer in layers]
             bias = torch.cat([zeros if own is None else own for own, zeros in biases])
-        return Fused(kernel.pack(weight, bias), tuple(layer.out_dim for layer in layers))
+        linear = Int8Linear.of(self._int8_weight(*layers), bias)
+        return Fused(linear, tuple(layer.out_dim for layer in layers))
 
     def head(self, embedding: Tensor) -> Projection:
         """Return the output head: the embedding again, as it is multiplied."""
         if not self._is_int8:
             return Linear(embedding)
-        return FbgemmLinear.pack(self._quantized("head", embedding), None)
+        return Int8Linear.of(
+            self._kept("head", tuple(embedding.shape), partial(Int8Weight.quantize, embedding))
+        )
 
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
@@ -149,14 +150,25 @@ class _Builder:
             return rows
         return split_halves_to_pairs(rows, layer.rotated_head_size)
 
-    def _int8_weight(self, layer: _Layer) -> Int8Weight:
-        raw = self._source.read(layer.name + ".weight", layer.out_dim, layer.in_dim)
-        return self._quantized(layer.name, self._reordered(layer, raw))
+    def _int8_weight(self, *layers: _Layer) -> Int8Weight:
+        """Return the weights of linear layers of one input, their outputs side by side."""
 
-    def _quantized(self, name: str, raw: Tensor) -> Int8Weight:
-        weight = None if self._cache is None else self._cache.load(name, tuple(raw.shape))
+        raws = [self._source.read(f"{x.name}.weight", x.out_dim, x.in_dim) for x in layers]
+        name = "+".join([layers[0].name, *(x.name.split(".")[-1] for x in layers[1:])])
+
+        def quantize() -> Int8Weight:
+            pairs = zip(layers, raws, strict=True)
+            return Int8Weight.cat([Int8Weight.quantize(self._reordered(*pair)) for pair in pairs])
+
+        return self._kept(name, (sum(x.out_dim for x in layers), layers[0].in_dim), quantize)
+
+    def _kept(
+        self, name: str, shape: tuple[int, ...], quantize: Callable[[], Int8Weight]
+    ) -> Int8Weight:
+        """Return a weight from the cache, or quantize it and put it there."""
+        weight = None if self._cache is None else self._cache.load(name, shape)
         if weight is None:
-            weight = Int8Weight.quantize(raw)
+            weight = quantize()
             if self._cache is not None:
                 self._cache.save(name, weight)
         self._source.unmap()
@@ -221,7 +233,7 @@ def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
 
     def block(i: int) -> Block:
         name = f"{ENCODER}transformer.layers.{i}."
-        return _block(builder, name, encoder, OneDnnLinear, has_bias=True)
+        return _block(builder, name, encoder, has_bias=True)
 
     return Encoder(
         config=encoder,
@@ -230,10 +242,8 @@ def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
         conv2=builder.conv(ENCODER + "conv_layers.1.conv", dim, dim),
         blocks=tuple(threads.map(block, range(encoder.num_layers))),
         norm=builder.norm(ENCODER + "transformer.norm.weight", dim),
-        adapter_in=builder.projection(
-            OneDnnLinear, _Layer(f"{adapter}0", wide, config.block_pool_size * dim)
-        ),
-        adapter_out=builder.projection(OneDnnLinear, _Layer(f"{adapter}2", wide, wide)),
+        adapter_in=builder.projection(_Layer(f"{adapter}0", wide, config.block_pool_size * dim)),
+        adapter_out=builder.projection(_Layer(f"{adapter}2", wide, wide)),
     )
 
 
@@ -242,7 +252,7 @@ def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     layers = [f"layers.{i}." for i in range(decoder.num_layers)]
 
     def block(name: str) -> Block:
-        return _block(builder, name, decoder, FbgemmLinear, has_bias=False)
+        return _block(builder, name, decoder, has_bias=False)
 
     ada = config.ada_norm_dim
     embedding = builder.tensor(EMBEDDING, config.vocab_size, dim)
@@ -262,7 +272,6 @@ def _block(
     builder: _Builder,
     name: str,
     config: TransformerConfig,
-    kernel: type[Int8Linear],
     *,
     has_bias: bool,
 ) -> Block:
@@ -273,15 +282,12 @@ def _block(
     return Block(
         attention_norm=builder.norm(f"{name}attention_norm.weight", dim),
         wqkv=builder.projections(
-            kernel,
             _Layer(f"{attention}wq", queries, dim, has_bias, rotated_head_size=size),
             _Layer(f"{attention}wk", keys, dim, rotated_head_size=size),
             _Layer(f"{attention}wv", keys, dim, has_bias),
         ),
-        wo=builder.projection(kernel, _Layer(f"{attention}wo", dim, queries, has_bias)),
+        wo=builder.projection(_Layer(f"{attention}wo", dim, queries, has_bias)),
         ffn_norm=builder.norm(f"{name}ffn_norm.weight", dim),
-        w13=builder.projections(
-            kernel, _Layer(f"{ffn}w1", hidden, dim), _Layer(f"{ffn}w3", hidden, dim)
-        ),
-        w2=builder.projection(kernel, _Layer(f"{ffn}w2", dim, hidden, has_bias)),
+        w13=builder.projections(_Layer(f"{ffn}w1", hidden, dim), _Layer(f"{ffn}w3", hidden, dim)),
+        w2=builder.projection(_Layer(f"{ffn}w2", dim, hidden, has_bias)),
     )

@@ -13,12 +13,10 @@ from engine.model.checkpoint_files import CheckpointFiles
 from engine.model.int8_cache import Int8Cache
 from engine.model.linear import (
     Each,
-    FbgemmLinear,
     Fused,
     Int8Linear,
     Int8Weight,
     Linear,
-    OneDnnLinear,
 )
 from engine.model.weights import Weights, load_weights
 from tests.checkpoints import write_hugging_face_checkpoint
@@ -52,47 +50,34 @@ def test_a_weight_is_rounded_to_the_nearest_of_its_rows_steps(weight: torch.Tens
     assert values.abs().amax(dim=1).eq(127).all()
 
 
-@pytest.fixture(params=[FbgemmLinear, OneDnnLinear])
-def kernel(request: pytest.FixtureRequest) -> type[Int8Linear]:
-    chosen: type[Int8Linear] = request.param
-    return chosen
-
-
 def test_each_row_is_within_two_hundredths_of_the_float_product(
-    kernel: type[Int8Linear], weight: torch.Tensor, rows: torch.Tensor
+    weight: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    linear = kernel.pack(Int8Weight.quantize(weight), None)
+    linear = Int8Linear.of(Int8Weight.quantize(weight))
     assert (relative_error(linear(rows), F.linear(rows, weight)) < 0.02).all()
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (33, 100), (640, 256)], ids=str)
 def test_a_row_gives_the_same_whatever_rows_are_beside_it(
-    shape: tuple[int, int], kernel: type[Int8Linear]
+    shape: tuple[int, int],
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(shape, generator=generator)
     rows = torch.randn(200, shape[1], generator=generator)
-    linear = kernel.pack(Int8Weight.quantize(weight), torch.arange(float(shape[0])))
+    linear = Int8Linear.of(Int8Weight.quantize(weight), torch.arange(float(shape[0])))
     together = linear(rows)
     for count in range(1, 200):
         assert torch.equal(linear(rows[:count]), together[:count])
         assert torch.equal(linear(rows[-count:]), together[-count:])
 
 
-@pytest.mark.parametrize("has_vnni", [False, True])
-def test_sums_are_exact_at_the_largest_magnitudes(
-    has_vnni: bool, kernel: type[Int8Linear], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_are_exact_at_the_largest_magnitudes() -> None:
     """Steps of a row, rounded already, and of a weight: nothing overflows, nothing is rounded."""
-    if has_vnni and not torch.cpu._is_vnni_supported():
-        pytest.skip("needs a CPU with VNNI instructions")
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
     values = torch.full((3, 512), 127, dtype=torch.int8)
     values[1] = -127
     values[2, ::2] = -127
-    linear = kernel.pack(Int8Weight(values, torch.ones(3)), None)
-    num_steps = 127 if has_vnni else 63
-    x = torch.full((4, 512), float(num_steps))
+    linear = Int8Linear.of(Int8Weight(values, torch.ones(3)))
+    x = torch.full((4, 512), 127.0)
     x[1] *= -1
     x[2, ::2] = 0
     x[3, 1::2] = -1
@@ -100,36 +85,30 @@ def test_sums_are_exact_at_the_largest_magnitudes(
     torch.testing.assert_close(linear(x), expected, rtol=1e-6, atol=0.05)
 
 
-def test_a_row_of_zeros_gives_the_bias(kernel: type[Int8Linear], weight: torch.Tensor) -> None:
+def test_a_row_of_zeros_gives_the_bias(weight: torch.Tensor) -> None:
     bias = torch.arange(96, dtype=torch.bfloat16)
-    linear = kernel.pack(Int8Weight.quantize(weight), bias)
+    linear = Int8Linear.of(Int8Weight.quantize(weight), bias)
     assert torch.equal(linear(torch.zeros(2, 64)), bias.float().expand(2, -1))
 
 
-def test_a_weight_of_zeros_gives_the_bias(
-    kernel: type[Int8Linear], weight: torch.Tensor, rows: torch.Tensor
-) -> None:
-    linear = kernel.pack(Int8Weight.quantize(torch.zeros_like(weight)), torch.arange(96.0))
+def test_a_weight_of_zeros_gives_the_bias(weight: torch.Tensor, rows: torch.Tensor) -> None:
+    linear = Int8Linear.of(Int8Weight.quantize(torch.zeros_like(weight)), torch.arange(96.0))
     assert torch.equal(linear(rows), torch.arange(96.0).expand(9, -1))
 
 
-def test_what_is_no_number_stays_none(
-    kernel: type[Int8Linear], weight: torch.Tensor, rows: torch.Tensor
-) -> None:
+def test_what_is_no_number_stays_none(weight: torch.Tensor, rows: torch.Tensor) -> None:
     rows[3, 5] = torch.nan
-    out = kernel.pack(Int8Weight.quantize(weight), None)(rows)
+    out = Int8Linear.of(Int8Weight.quantize(weight))(rows)
     assert out[3].isnan().all()
     assert out[:3].isfinite().all()
     assert out[4:].isfinite().all()
 
 
-def test_fused_layers_give_what_each_gives(
-    kernel: type[Int8Linear], weight: torch.Tensor, rows: torch.Tensor
-) -> None:
+def test_fused_layers_give_what_each_gives(weight: torch.Tensor, rows: torch.Tensor) -> None:
     whole = Int8Weight.quantize(weight)
     parts = [Int8Weight(*(x[:40] for x in whole)), Int8Weight(*(x[40:] for x in whole))]
-    fused = Fused(kernel.pack(Int8Weight.cat(parts), None), (40, 56))
-    each = Each(tuple(kernel.pack(part, None) for part in parts))
+    fused = Fused(Int8Linear.of(Int8Weight.cat(parts)), (40, 56))
+    each = Each(tuple(Int8Linear.of(part) for part in parts))
     assert all(torch.equal(a, b) for a, b in zip(fused(rows), each(rows), strict=True))
 
 
@@ -203,7 +182,7 @@ def test_a_damaged_file_of_the_cache_is_written_again(
 ) -> None:
     cache = Int8Cache(tmp_path / "cache")
     expected = outputs(int8_weights(tiny_checkpoint, cache))
-    path = cache.folder / "layers.1.attention.wq.safetensors"
+    path = cache.folder / "layers.1.attention.wo.safetensors"
     whole = path.read_bytes()
     tensors = load_file(path)
     match fault:

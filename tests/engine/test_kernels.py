@@ -1,0 +1,147 @@
+"""Kernels: that their sums are what float64 says, on any processor and any threads."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import carray
+
+from engine.kernels import parallel
+from engine.kernels.linear import (
+    MAX_BFLOAT16_ROWS,
+    Int8Rows,
+    bfloat16_linear,
+    fits_bfloat16_linear,
+    int8_linear,
+)
+from engine.kernels.parallel import Kernel
+from engine.kernels.vectors import int8_tile, int8_tile_without_vnni, ints_at, next_number
+
+SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320)]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def int8_rows(out_dim: int, in_dim: int, seed: int = 0) -> Int8Rows:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (out_dim, in_dim), generator=generator).to(torch.int8)
+    scales = torch.rand(out_dim, generator=generator) + 0.1
+    return Int8Rows(values, scales, normal(out_dim, seed=seed + 1))
+
+
+def expected_int8(x: torch.Tensor, weight: Int8Rows) -> torch.Tensor:
+    """Round x as the kernel says it does, and multiply in float64."""
+    largest = x.abs().amax(dim=1, keepdim=True)
+    rounded = torch.floor(x * (127 / largest) + 128.5).double() - 128
+    values = weight.values[: weight.out_dim, : x.shape[1]].double()
+    steps = (largest / 127).double() * weight.scales[: weight.out_dim].double()
+    assert weight.bias is not None
+    return rounded @ values.T * steps + weight.bias[: weight.out_dim]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 15, 40])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_int8_layer_sums_exactly(shape: tuple[int, int], num_rows: int) -> None:
+    weight, x = int8_rows(*shape), normal(num_rows, shape[1], seed=5)
+    out = int8_linear(x, weight)
+    assert out.shape == (num_rows, shape[0])
+    torch.testing.assert_close(out.double(), expected_int8(x, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_do_not_lie_together_are_read_as_they_are() -> None:
+    weight, x = int8_rows(8, 64), normal(6, 128)
+    assert torch.equal(int8_linear(x[::2, :64], weight), int8_linear(x[::2, :64].clone(), weight))
+
+
+def test_whole_tiles_are_not_copied() -> None:
+    values = torch.zeros((8, 64), dtype=torch.int8)
+    assert Int8Rows(values, torch.ones(8), None).values.data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("num_rows", range(1, MAX_BFLOAT16_ROWS + 1))
+@pytest.mark.parametrize("shape", [(4, 32), (36, 96), (1284, 320)], ids=str)
+def test_a_bfloat16_layer_sums_in_float32(shape: tuple[int, int], num_rows: int) -> None:
+    weight, x = normal(*shape).bfloat16(), normal(num_rows, shape[1], seed=1).bfloat16()
+    assert fits_bfloat16_linear(weight)
+    out = bfloat16_linear(x, weight)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(out[:1], bfloat16_linear(x[:1], weight))  # a row doesn't know of others
+
+
+def test_weights_of_other_shapes_are_left_to_pytorch() -> None:
+    fits = [fits_bfloat16_linear(torch.zeros(shape)) for shape in [(4, 32), (3, 32), (4, 31)]]
+    assert fits == [True, False, False]
+
+
+@Kernel
+def native_tile(block: Any) -> None:
+    args = carray(block, 4)
+    if next_number(block) == 0:
+        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3)
+
+
+@Kernel
+def tile_without_vnni(block: Any) -> None:
+    args = carray(block, 4)
+    if next_number(block) == 0:
+        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3)
+
+
+@pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])
+def test_a_tile_is_exact_at_the_largest_magnitudes(tile: Kernel) -> None:
+    """Bytes of 255 and weights of -127 and 127: nothing overflows, with VNNI or without."""
+    weights = np.full((2, 1024), 127, np.int8)
+    weights[1] = -127
+    inputs = np.full((3, 1024), 255, np.uint8)
+    inputs[1, ::2] = 0
+    inputs[2] = np.arange(1024) % 256
+    out = np.zeros((3, 2), np.int32)
+    tile(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data)
+    assert np.array_equal(out, inputs.astype(np.int32) @ weights.T.astype(np.int32))
+
+
+@Kernel
+def draw_all(block: Any) -> None:
+    args = carray(block, 3)
+    drawn = carray(ints_at(args[2]), args[1])
+    number = next_number(block)
+    while number < args[1]:
+        drawn[number] += 1
+        number = next_number(block)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_each_number_is_drawn_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for run in (parallel._run(), parallel._run_on_python_threads()):
+            monkeypatch.setattr(parallel, "_run", lambda run=run: run)
+            drawn = np.zeros(1000, np.int32)
+            draw_all(1000, drawn.ctypes.data)
+            assert (drawn == 1).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pytorchs_own_threads_are_used() -> None:
+    """A kernel after a product of PyTorch's starts no further threads."""
+    script = """
+import psutil, torch
+from engine.kernels.linear import Int8Rows, int8_linear
+torch.set_num_threads(1)
+x = torch.zeros(1024, 512)
+weight = Int8Rows(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512), None)
+int8_linear(x, weight)  # compiles
+torch.set_num_threads(2)
+x.exp_()
+before = psutil.Process().num_threads()
+int8_linear(x, weight)
+assert psutil.Process().num_threads() == before, (before, psutil.Process().num_threads())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
