@@ -46,7 +46,6 @@ from engine.events import Event, SessionEnded
 from engine.inbox import Append, Close, Command, InboxBudget
 from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
 from engine.model.checkpoint_files import CheckpointFiles
-from engine.model.huge_pages import collapse, large_memory
 from engine.model.int8_cache import Int8Cache
 from engine.model.malloc import keep_freed_memory
 from engine.model.weights import TensorSource
@@ -146,8 +145,6 @@ class Engine:
             self.default_delay_ms = config.default_delay_ms
         self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
         self._runner = on_own_thread(lambda: self._load_model(folder, device, weights, pick))
-        # Found before there is a KV cache: of that, pages should be taken one by one.
-        self._weight_memory = large_memory() if config.quantization == "int8" else []
         self._kv_cache = self._make_kv_cache()
         keep_freed_memory()  # now that what loading took for a while is given back
         if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
@@ -204,23 +201,10 @@ class Engine:
         self.stop()
 
     def start(self) -> None:
-        """Start the engine thread. Without it, `step` drives the engine on the caller's.
-
-        Meanwhile, weights move into huge pages: steps are slow at first, and then faster.
-        """
+        """Start the engine thread. Without it, `step` drives the engine on the caller's."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._thread.start()
-        if self._weight_memory:
-            threading.Thread(target=self.use_huge_pages, name="huge-pages", daemon=True).start()
-
-    def use_huge_pages(self) -> None:
-        """Move int8 weights into huge pages: two or three seconds a GB, once.
-
-        `start` has it done beside the engine's steps; a benchmark does it before.
-        """
-        memory, self._weight_memory = self._weight_memory, []
-        logger.info("%.2f GB of weights are in huge pages", collapse(memory) / 1e9)
 
     def stop(self) -> None:
         """End all sessions, with `SessionClosed` as their error, and the engine thread."""

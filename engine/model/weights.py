@@ -171,6 +171,8 @@ class _Builder:
             weight = quantize()
             if self._cache is not None:
                 self._cache.save(name, weight)
+                # Mapped from the file, as at the next start, it can leave memory under pressure.
+                weight = self._cache.load(name, shape) or weight
         self._source.unmap()
         self._count(*weight)
         return weight

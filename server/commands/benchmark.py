@@ -172,7 +172,6 @@ def run_bench(
     started_s = perf_counter()
     with _engine_of(config, preset, None if replay is None else replay.pick) as engine:
         load_s = perf_counter() - started_s
-        engine.use_huge_pages()
         runner, model = engine.runner, engine.model_config
         passes = on_own_thread(lambda: _measure_passes(engine, config.max_encode_tokens, sessions))
         report: dict[str, Any] = passes | dict(
