@@ -1,14 +1,14 @@
-"""Linear layers of int8 or bfloat16 weights that are read where they lie.
+"""Linear layers of int8 or bfloat16 weights, at the speed of memory where rows are few.
 
 In: weights (out, in), and rows (N, in). Out: rows (N, out). Four weight rows are read side by side
 and multiplied with a few input rows, whose sums stay in registers: so a decoder step, which has few
-rows, reads each weight once, at the speed of memory. With more rows, as the encoder has when it
-runs ahead, weights are multiplied again with the next few while they are in the second cache.
+rows, reads each weight once. With more rows, as the encoder has when it runs ahead, weights are
+multiplied again with the next few while they are in the second cache.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ MAX_BFLOAT16_ROWS: Final = 2 * _BFLOAT16_INPUTS
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
 # 576 KiB, little enough for the second cache.
 _DRAWN: Final = 64
+# How far ahead of where it reads a thread asks for memory.
+_AHEAD_BYTES: Final = 8192
 # The byte that stands for 0 in an input.
 _ZERO: Final = 128
 # The largest magnitude that a row counts as having at least, 1e-30: a step of it is above 0.
@@ -47,27 +49,36 @@ _TINY_BITS: Final = int(np.float32(1e-30).view(np.int32))
 _HALF_STEP: Final = STEP_BYTES // 4
 
 
-class Int8Rows:
-    """Int8 weights as `int8_linear` reads them: in whole tiles and steps, padded by zeros."""
+class Int8Tiles(NamedTuple):
+    """Int8 weights in the order in which `int8_linear` reads them, which is straight through.
 
-    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        """Take weights, which aren't copied if their shape is a multiple of (4, 64).
+    A processor reads one stretch of memory ahead of its own accord, four not as well. So the rows
+    of a tile take turns:
 
-        Args:
-            values: (out, in) int8.
-            scales: (out,) float32, what a step of each output's weights is worth.
-            bias: (out,) float32 or None.
-        """
-        out_dim, in_dim = values.shape
-        padding = (0, -in_dim % STEP_BYTES, 0, -out_dim % _WEIGHTS)
-        self.out_dim = out_dim
-        self.values = F.pad(values, padding) if any(padding) else values.contiguous()
-        self.scales = F.pad(scales, padding[2:])
-        self.bias = None if bias is None else F.pad(bias, padding[2:])
-        self.sums = self.values.sum(dim=1, dtype=torch.int32)
+        output     0        1        2        3        0          1          ...
+        inputs     0..63    0..63    0..63    0..63    64..127    64..127    ...
+    """
+
+    values: Tensor  # (tiles, steps, 4, 64) int8, with zeros where a tile or step is not whole
+    scales: Tensor  # (out,) float32, what a step of each output's weights is worth
+    sums: Tensor  # (out,) int32, the sum of each output's weights
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor) -> Int8Tiles:
+        """Lay out weights (out, in) int8 with a scale for each output, (out,) float32."""
+        num_tiles, num_steps, *_ = cls.shape(*values.shape)
+        padding = (0, -values.shape[1] % STEP_BYTES, 0, -len(values) % _WEIGHTS)
+        steps = F.pad(values, padding).view(num_tiles, _WEIGHTS, num_steps, STEP_BYTES)
+        sums = values.sum(dim=1, dtype=torch.int32)
+        return cls(steps.transpose(1, 2).contiguous(), scales, sums)
+
+    @staticmethod
+    def shape(out_dim: int, in_dim: int) -> tuple[int, int, int, int]:
+        """Return the shape of `values`."""
+        return -(-out_dim // _WEIGHTS), -(-in_dim // STEP_BYTES), _WEIGHTS, STEP_BYTES
 
 
-def int8_linear(x: Tensor, weight: Int8Rows) -> Tensor:
+def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
     """Multiply rows by int8 weights.
 
     Each row becomes bytes first, as steps of its own largest magnitude; the products are summed as
@@ -75,30 +86,37 @@ def int8_linear(x: Tensor, weight: Int8Rows) -> Tensor:
 
     Args:
         x: (N, in) float32.
+        bias: (out,) float32.
 
     Returns:
         (N, out) float32.
     """
     x = x.contiguous()
     num_rows, in_dim = x.shape
-    out_dim, padded_dim = weight.values.shape
-    rounded = torch.empty((num_rows, padded_dim), dtype=torch.uint8)
+    num_tiles, num_steps, *_ = weight.values.shape
+    out_dim, whole_out_dim, whole_in_dim = (
+        len(weight.scales),
+        num_tiles * _WEIGHTS,
+        num_steps * STEP_BYTES,
+    )
+    rounded = torch.empty((num_rows, whole_in_dim), dtype=torch.uint8)
     steps = torch.empty(num_rows)
-    out = torch.empty((num_rows, out_dim))
-    _round_rows(num_rows, in_dim, padded_dim, x.data_ptr(), rounded.data_ptr(), steps.data_ptr())
+    out = torch.empty((num_rows, whole_out_dim))
+    _round_rows(num_rows, in_dim, whole_in_dim, x.data_ptr(), rounded.data_ptr(), steps.data_ptr())
     _int8_linear(
         num_rows,
         out_dim,
-        padded_dim,
+        whole_out_dim,
+        whole_in_dim,
         rounded.data_ptr(),
         steps.data_ptr(),
         weight.values.data_ptr(),
         weight.scales.data_ptr(),
         weight.sums.data_ptr(),
-        0 if weight.bias is None else weight.bias.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
     )
-    return out[:, : weight.out_dim]
+    return out[:, :out_dim]
 
 
 def fits_bfloat16_linear(weight: Tensor) -> bool:
@@ -190,38 +208,38 @@ def _multiply_int8(count, weights, in_bytes, x, ahead, out, out_bytes):  # type:
 
 @Kernel
 def _int8_linear(block: Any) -> None:
-    args = carray(block, 11)
-    num_rows, out_dim, in_dim, x = args[1], args[2], args[3], args[4]
-    steps = carray(floats_at(args[5]), num_rows)
-    weights, bias, out = args[6], args[9], args[10]
-    scales = carray(floats_at(args[7]), out_dim)
-    sums = carray(ints_at(args[8]), out_dim)
-    drawn = _drawn(out_dim)
+    args = carray(block, 12)
+    num_rows, out_dim, whole_out_dim, in_dim = args[1], args[2], args[3], args[4]
+    x, weights, bias, out = args[5], args[7], args[10], args[11]
+    steps = carray(floats_at(args[6]), num_rows)
+    scales = carray(floats_at(args[8]), out_dim)
+    sums = carray(ints_at(args[9]), out_dim)
+    drawn = _drawn(whole_out_dim)
     first = next_number(block) * drawn
-    while first < out_dim:
-        end = min(first + drawn, out_dim)
+    while first < whole_out_dim:
+        end = min(first + drawn, whole_out_dim)
         row = 0
         while row < num_rows:
             count = _tile_rows(num_rows - row, _INT8_INPUTS)
             # The first tile asks memory for the weights that come next.
-            ahead = _WEIGHTS * in_dim if row == 0 else 0
+            ahead = _AHEAD_BYTES if row == 0 else 0
             inputs = x + row * in_dim
             for i in range(first, end, _WEIGHTS):
                 # Sums are written where the results will stand.
-                sums_at = out + 4 * (row * out_dim + i)
+                at = out + 4 * (row * whole_out_dim + i)
                 _multiply_int8(
-                    count, weights + i * in_dim, in_dim, inputs, ahead, sums_at, 4 * out_dim
+                    count, weights + i * in_dim, in_dim, inputs, ahead, at, 4 * whole_out_dim
                 )
             row += count
         for row in range(num_rows):
-            products = carray(ints_at(out + 4 * row * out_dim), out_dim)
-            results = carray(floats_at(out + 4 * row * out_dim), out_dim)
+            products = carray(ints_at(out + 4 * row * whole_out_dim), out_dim)
+            results = carray(floats_at(out + 4 * row * whole_out_dim), out_dim)
             step = steps[row]
-            for i in range(first, end):
+            for i in range(first, min(end, out_dim)):
                 results[i] = float32(products[i] - _ZERO * sums[i]) * (step * scales[i])
             if bias != 0:
                 biases = carray(floats_at(bias), out_dim)
-                for i in range(first, end):
+                for i in range(first, min(end, out_dim)):
                     results[i] += biases[i]
         first = next_number(block) * drawn
 
@@ -231,7 +249,10 @@ def _multiply_bfloat16(count, weights, in_bytes, x, ahead, out, out_bytes):  # t
     """Multiply a tile's weight rows with `count` input rows."""
     x_bytes = 2 * in_bytes
     if count == 1:
-        bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 1)
+        # One input row leaves time to spare: a weight row after the other, straight through.
+        for i in range(_WEIGHTS):
+            row = weights + i * in_bytes
+            bfloat16_tile(row, in_bytes, x, x_bytes, _AHEAD_BYTES, out + 4 * i, out_bytes, 1, 1)
     elif count == 2:
         bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 2)
     elif count == 3:

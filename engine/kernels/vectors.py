@@ -57,6 +57,7 @@ def next_number(typing_context: Any, block: Any) -> Any:
 class _Products(Protocol):
     """How a tile of one kind of number multiplies and adds."""
 
+    is_interleaved: bool  # whether a tile's weight rows take turns, a step each
     sums: ir.VectorType  # of one weight row and one input row
     input_bytes: int  # of one input row in a step
 
@@ -76,6 +77,7 @@ class _Products(Protocol):
 class _Bytes:
     """Inputs uint8, weights int8, sums int32: exact up to 66,000 products."""
 
+    is_interleaved = True
     input_bytes = STEP_BYTES
 
     def __init__(self, dot_lanes: int | None) -> None:
@@ -120,6 +122,7 @@ class _Halves:
     two weights becomes floats by a shift and a mask.
     """
 
+    is_interleaved = False
     input_bytes = 4 * STEP_BYTES // 2
     sums = _FLOATS
 
@@ -191,7 +194,8 @@ def _generate_tile(
         steps = [builder.mul(num_bytes, ir.Constant(_I64, i)) for i in range(count)]
         return [builder.add(address, step) for step in steps]
 
-    weight_rows = rows(weights, weight_bytes, num_weights)
+    apart = ir.Constant(_I64, STEP_BYTES) if products.is_interleaved else weight_bytes
+    weight_rows = rows(weights, apart, num_weights)
     input_rows = rows(inputs, input_bytes, num_inputs)
     before = builder.block
     loop, after = (builder.append_basic_block(name) for name in ("step", "stepped"))
@@ -200,11 +204,13 @@ def _generate_tile(
     at = builder.phi(_I64)
     at.add_incoming(ir.Constant(_I64, 0), before)
     sums = [[builder.phi(products.sums) for _ in input_rows] for _ in weight_rows]
+    taking_turns = num_weights if products.is_interleaved else 1
+    weight_at = builder.mul(at, ir.Constant(_I64, taking_turns))
     input_at = builder.mul(at, ir.Constant(_I64, products.input_bytes // STEP_BYTES))
     loaded = [products.load_input(builder, builder.add(row, input_at)) for row in input_rows]
     added = []
     for row, row_sums in zip(weight_rows, sums, strict=True):
-        address = builder.add(row, at)
+        address = builder.add(row, weight_at)
         _prefetch(builder, builder.add(address, ahead))
         weight = products.load_weight(builder, address)
         added.append(

@@ -18,12 +18,12 @@ from platformdirs import user_cache_path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from engine.model.linear import Int8Weight
+from engine.kernels.linear import Int8Tiles
 
 logger = logging.getLogger(__name__)
 
-# To be raised whenever the same checkpoint would give other numbers.
-_VERSION: Final = 1
+# To be raised whenever the same checkpoint would give other files.
+_VERSION: Final = 2
 
 
 class Int8Cache:
@@ -38,22 +38,22 @@ class Int8Cache:
         """Return the cache of the files that have this fingerprint."""
         return cls(user_cache_path("voxlite") / f"int8-v{_VERSION}" / fingerprint)
 
-    def load(self, name: str, shape: tuple[int, ...]) -> Int8Weight | None:
+    def load(self, name: str, out_dim: int, in_dim: int) -> Int8Tiles | None:
         """Return a layer's weight, mapped into memory, or None if it isn't there."""
         try:
             tensors = load_file(self.folder / f"{name}.safetensors")
-            weight = Int8Weight(tensors["values"], tensors["scales"])
-        except (OSError, SafetensorError, KeyError):
+            weight = Int8Tiles(**tensors)
+        except (OSError, SafetensorError, TypeError):
             return None
-        is_whole = (
-            tuple(weight.values.shape) == shape
-            and weight.values.dtype is torch.int8
-            and tuple(weight.scales.shape) == shape[:1]
-            and weight.scales.dtype is torch.float32
-        )
-        return weight if is_whole else None
+        kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in weight]
+        wanted = [
+            (Int8Tiles.shape(out_dim, in_dim), torch.int8),
+            ((out_dim,), torch.float32),
+            ((out_dim,), torch.int32),
+        ]
+        return weight if kinds == wanted else None
 
-    def save(self, name: str, weight: Int8Weight) -> None:
+    def save(self, name: str, weight: Int8Tiles) -> None:
         """Keep a layer's weight. Where the disk doesn't take it, say so once and go on."""
         if not self._is_writable:
             return
@@ -62,7 +62,7 @@ class Int8Cache:
         draft = path.with_suffix(f".{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({"values": weight.values, "scales": weight.scales}, draft)
+            save_file(weight._asdict(), draft)
             draft.replace(path)
         except (OSError, SafetensorError) as err:
             self._is_writable = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from engine.kernels.linear import (
     MAX_BFLOAT16_ROWS,
-    Int8Rows,
+    Int8Tiles,
     bfloat16_linear,
     fits_bfloat16_linear,
     int8_linear,
@@ -81,35 +81,27 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-class Int8Weight(NamedTuple):
-    """A weight in eight bits: `values * scales[:, None]` is nearest to the original."""
+def quantize(weights: Sequence[Tensor]) -> Int8Tiles:
+    """Round each row of weights, (out, in) each, to 127 steps on either side of zero.
 
-    values: Tensor  # (out, in) int8
-    scales: Tensor  # (out,) float32
+    The outputs of several weights come to stand side by side.
+    """
+    rounded, scales = zip(*map(_quantized_rows, weights), strict=True)
+    return Int8Tiles.of(torch.cat(rounded), torch.cat(scales))
 
-    @classmethod
-    def quantize(cls, weight: Tensor) -> Int8Weight:
-        """Round each row of weight, (out, in), to 127 steps on either side of zero."""
-        weight = weight.float()
-        scales = weight.abs().amax(dim=1).clamp_min(_TINY) / _INT8_MAX
-        return cls((weight / scales[:, None]).round_().to(torch.int8), scales)
 
-    @classmethod
-    def cat(cls, weights: Sequence[Int8Weight]) -> Int8Weight:
-        """Put the outputs of several weights side by side."""
-        values, scales = zip(*weights, strict=True)
-        return cls(torch.cat(values), torch.cat(scales))
+def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1).clamp_min(_TINY) / _INT8_MAX
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear:
     """A linear layer of int8 weights with a scale per output: float32 rows to float32 rows."""
 
-    rows: Int8Rows
-
-    @classmethod
-    def of(cls, weight: Int8Weight, bias: Tensor | None = None) -> Int8Linear:
-        return cls(Int8Rows(*weight, None if bias is None else bias.float()))
+    weight: Int8Tiles
+    bias: Tensor | None = None  # (out,) float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.rows)
+        return int8_linear(x, self.weight, self.bias)

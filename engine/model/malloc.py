@@ -18,8 +18,16 @@ _MMAP_BYTES: Final = 2**25  # the most that glibc takes
 
 
 def keep_freed_memory() -> bool:
-    """Let up to 256 MiB of freed memory stay. Return whether the C library agreed."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    """Give back what is free now; from now on, let up to 256 MiB of freed memory stay.
+
+    Returns:
+        Whether the C library agreed.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    libc.malloc_trim(0)
+    return bool(
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        and libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+    )

@@ -9,16 +9,16 @@ back from split halves to adjacent pairs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, TransformerConfig
+from engine.kernels.linear import Int8Tiles
 from engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
 from engine.model.decoder import Decoder
 from engine.model.encoder import KERNEL, Encoder
@@ -28,10 +28,10 @@ from engine.model.linear import (
     Each,
     Fused,
     Int8Linear,
-    Int8Weight,
     Linear,
     Projection,
     Projections,
+    quantize,
 )
 
 
@@ -110,7 +110,7 @@ class _Builder:
     def projection(self, layer: _Layer) -> Projection:
         """Return a linear layer, quantized where that is wanted."""
         if self._is_int8:
-            return Int8Linear.of(self._int8_weight(layer), self._bias(layer))
+            return Int8Linear(self._int8_weight(layer), _float(self._bias(layer)))
         weight = self.tensor(layer.name + ".weight", layer.out_dim, layer.in_dim)
         return Linear(self._reordered(layer, weight), self._bias(layer))
 
@@ -125,16 +125,15 @@ class _Builder:
         if any(layer.has_bias for layer in layers):
             biases = [(self._bias(layer), torch.zeros(layer.out_dim)) for layer in layers]
             bias = torch.cat([zeros if own is None else own for own, zeros in biases])
-        linear = Int8Linear.of(self._int8_weight(*layers), bias)
+        linear = Int8Linear(self._int8_weight(*layers), _float(bias))
         return Fused(linear, tuple(layer.out_dim for layer in layers))
 
     def head(self, embedding: Tensor) -> Projection:
         """Return the output head: the embedding again, as it is multiplied."""
         if not self._is_int8:
             return Linear(embedding)
-        return Int8Linear.of(
-            self._kept("head", tuple(embedding.shape), partial(Int8Weight.quantize, embedding))
-        )
+        out_dim, in_dim = embedding.shape
+        return Int8Linear(self._kept("head", out_dim, in_dim, lambda: [embedding]))
 
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
@@ -150,36 +149,35 @@ class _Builder:
             return rows
         return split_halves_to_pairs(rows, layer.rotated_head_size)
 
-    def _int8_weight(self, *layers: _Layer) -> Int8Weight:
+    def _int8_weight(self, *layers: _Layer) -> Int8Tiles:
         """Return the weights of linear layers of one input, their outputs side by side."""
-
         raws = [self._source.read(f"{x.name}.weight", x.out_dim, x.in_dim) for x in layers]
         name = "+".join([layers[0].name, *(x.name.split(".")[-1] for x in layers[1:])])
-
-        def quantize() -> Int8Weight:
-            pairs = zip(layers, raws, strict=True)
-            return Int8Weight.cat([Int8Weight.quantize(self._reordered(*pair)) for pair in pairs])
-
-        return self._kept(name, (sum(x.out_dim for x in layers), layers[0].in_dim), quantize)
+        out_dim, in_dim = sum(x.out_dim for x in layers), layers[0].in_dim
+        return self._kept(name, out_dim, in_dim, lambda: list(map(self._reordered, layers, raws)))
 
     def _kept(
-        self, name: str, shape: tuple[int, ...], quantize: Callable[[], Int8Weight]
-    ) -> Int8Weight:
-        """Return a weight from the cache, or quantize it and put it there."""
-        weight = None if self._cache is None else self._cache.load(name, shape)
-        if weight is None:
-            weight = quantize()
+        self, name: str, out_dim: int, in_dim: int, weights: Callable[[], Sequence[Tensor]]
+    ) -> Int8Tiles:
+        """Return what the cache has, or quantize weights and put them there."""
+        tiles = None if self._cache is None else self._cache.load(name, out_dim, in_dim)
+        if tiles is None:
+            tiles = quantize(weights())
             if self._cache is not None:
-                self._cache.save(name, weight)
+                self._cache.save(name, tiles)
                 # Mapped from the file, as at the next start, it can leave memory under pressure.
-                weight = self._cache.load(name, shape) or weight
+                tiles = self._cache.load(name, out_dim, in_dim) or tiles
         self._source.unmap()
-        self._count(*weight)
-        return weight
+        self._count(*tiles)
+        return tiles
 
     def _count(self, *tensors: Tensor) -> None:
         with self._lock:
             self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 class Weights(NamedTuple):

@@ -12,7 +12,7 @@ from numba import carray
 from engine.kernels import parallel
 from engine.kernels.linear import (
     MAX_BFLOAT16_ROWS,
-    Int8Rows,
+    Int8Tiles,
     bfloat16_linear,
     fits_bfloat16_linear,
     int8_linear,
@@ -27,40 +27,26 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def int8_rows(out_dim: int, in_dim: int, seed: int = 0) -> Int8Rows:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-127, 128, (out_dim, in_dim), generator=generator).to(torch.int8)
-    scales = torch.rand(out_dim, generator=generator) + 0.1
-    return Int8Rows(values, scales, normal(out_dim, seed=seed + 1))
-
-
-def expected_int8(x: torch.Tensor, weight: Int8Rows) -> torch.Tensor:
-    """Round x as the kernel says it does, and multiply in float64."""
-    largest = x.abs().amax(dim=1, keepdim=True)
-    rounded = torch.floor(x * (127 / largest) + 128.5).double() - 128
-    values = weight.values[: weight.out_dim, : x.shape[1]].double()
-    steps = (largest / 127).double() * weight.scales[: weight.out_dim].double()
-    assert weight.bias is not None
-    return rounded @ values.T * steps + weight.bias[: weight.out_dim]
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 15, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_int8_layer_sums_exactly(shape: tuple[int, int], num_rows: int) -> None:
-    weight, x = int8_rows(*shape), normal(num_rows, shape[1], seed=5)
-    out = int8_linear(x, weight)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+    scales, bias = torch.rand(shape[0], generator=generator) + 0.1, normal(shape[0], seed=1)
+    x = normal(num_rows, shape[1], seed=5)
+    out = int8_linear(x, Int8Tiles.of(values, scales), bias)
     assert out.shape == (num_rows, shape[0])
-    torch.testing.assert_close(out.double(), expected_int8(x, weight), rtol=1e-5, atol=1e-4)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    rounded = torch.floor(x * (127 / largest) + 128.5).double() - 128
+    steps = (largest / 127).double() * scales.double()
+    expected = rounded @ values.double().T * steps + bias
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_that_do_not_lie_together_are_read_as_they_are() -> None:
-    weight, x = int8_rows(8, 64), normal(6, 128)
-    assert torch.equal(int8_linear(x[::2, :64], weight), int8_linear(x[::2, :64].clone(), weight))
-
-
-def test_whole_tiles_are_not_copied() -> None:
-    values = torch.zeros((8, 64), dtype=torch.int8)
-    assert Int8Rows(values, torch.ones(8), None).values.data_ptr() == values.data_ptr()
+    weight, x = Int8Tiles.of(torch.ones((8, 64), dtype=torch.int8), torch.ones(8)), normal(6, 128)
+    rows = x[::2, :64]
+    assert torch.equal(int8_linear(rows, weight, None), int8_linear(rows.clone(), weight, None))
 
 
 @pytest.mark.parametrize("num_rows", range(1, MAX_BFLOAT16_ROWS + 1))
@@ -101,7 +87,9 @@ def test_a_tile_is_exact_at_the_largest_magnitudes(tile: Kernel) -> None:
     inputs[1, ::2] = 0
     inputs[2] = np.arange(1024) % 256
     out = np.zeros((3, 2), np.int32)
-    tile(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data)
+    # Both rows take turns, a step of 64 each.
+    turns = np.ascontiguousarray(weights.reshape(2, -1, 64).transpose(1, 0, 2))
+    tile(turns.ctypes.data, inputs.ctypes.data, out.ctypes.data)
     assert np.array_equal(out, inputs.astype(np.int32) @ weights.T.astype(np.int32))
 
 
@@ -133,15 +121,15 @@ def test_pytorchs_own_threads_are_used() -> None:
     """A kernel after a product of PyTorch's starts no further threads."""
     script = """
 import psutil, torch
-from engine.kernels.linear import Int8Rows, int8_linear
+from engine.kernels.linear import Int8Tiles, int8_linear
 torch.set_num_threads(1)
 x = torch.zeros(1024, 512)
-weight = Int8Rows(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512), None)
-int8_linear(x, weight)  # compiles
+weight = Int8Tiles.of(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512))
+int8_linear(x, weight, None)  # compiles
 torch.set_num_threads(2)
 x.exp_()
 before = psutil.Process().num_threads()
-int8_linear(x, weight)
+int8_linear(x, weight, None)
 assert psutil.Process().num_threads() == before, (before, psutil.Process().num_threads())
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -9,14 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from engine import Engine, EngineConfig, InvalidInput
+from engine.kernels.linear import Int8Tiles
 from engine.model.checkpoint_files import CheckpointFiles
 from engine.model.int8_cache import Int8Cache
 from engine.model.linear import (
     Each,
     Fused,
     Int8Linear,
-    Int8Weight,
     Linear,
+    quantize,
 )
 from engine.model.weights import Weights, load_weights
 from tests.checkpoints import write_hugging_face_checkpoint
@@ -44,7 +45,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor
 
 
 def test_a_weight_is_rounded_to_the_nearest_of_its_rows_steps(weight: torch.Tensor) -> None:
-    values, scales = Int8Weight.quantize(weight)
+    tiles = quantize([weight])
+    values = tiles.values.transpose(1, 2).reshape(weight.shape)
+    scales = tiles.scales
     error = (values * scales[:, None] - weight).abs()
     assert (error <= scales[:, None] * 0.5001).all()
     assert values.abs().amax(dim=1).eq(127).all()
@@ -53,7 +56,7 @@ def test_a_weight_is_rounded_to_the_nearest_of_its_rows_steps(weight: torch.Tens
 def test_each_row_is_within_two_hundredths_of_the_float_product(
     weight: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    linear = Int8Linear.of(Int8Weight.quantize(weight))
+    linear = Int8Linear(quantize([weight]))
     assert (relative_error(linear(rows), F.linear(rows, weight)) < 0.02).all()
 
 
@@ -64,7 +67,7 @@ def test_a_row_gives_the_same_whatever_rows_are_beside_it(
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(shape, generator=generator)
     rows = torch.randn(200, shape[1], generator=generator)
-    linear = Int8Linear.of(Int8Weight.quantize(weight), torch.arange(float(shape[0])))
+    linear = Int8Linear(quantize([weight]), torch.arange(float(shape[0])))
     together = linear(rows)
     for count in range(1, 200):
         assert torch.equal(linear(rows[:count]), together[:count])
@@ -76,7 +79,7 @@ def test_sums_are_exact_at_the_largest_magnitudes() -> None:
     values = torch.full((3, 512), 127, dtype=torch.int8)
     values[1] = -127
     values[2, ::2] = -127
-    linear = Int8Linear.of(Int8Weight(values, torch.ones(3)))
+    linear = Int8Linear(Int8Tiles.of(values, torch.ones(3)))
     x = torch.full((4, 512), 127.0)
     x[1] *= -1
     x[2, ::2] = 0
@@ -86,29 +89,28 @@ def test_sums_are_exact_at_the_largest_magnitudes() -> None:
 
 
 def test_a_row_of_zeros_gives_the_bias(weight: torch.Tensor) -> None:
-    bias = torch.arange(96, dtype=torch.bfloat16)
-    linear = Int8Linear.of(Int8Weight.quantize(weight), bias)
-    assert torch.equal(linear(torch.zeros(2, 64)), bias.float().expand(2, -1))
+    bias = torch.arange(96.0)
+    linear = Int8Linear(quantize([weight]), bias)
+    assert torch.equal(linear(torch.zeros(2, 64)), bias.expand(2, -1))
 
 
 def test_a_weight_of_zeros_gives_the_bias(weight: torch.Tensor, rows: torch.Tensor) -> None:
-    linear = Int8Linear.of(Int8Weight.quantize(torch.zeros_like(weight)), torch.arange(96.0))
+    linear = Int8Linear(quantize([torch.zeros_like(weight)]), torch.arange(96.0))
     assert torch.equal(linear(rows), torch.arange(96.0).expand(9, -1))
 
 
 def test_what_is_no_number_stays_none(weight: torch.Tensor, rows: torch.Tensor) -> None:
     rows[3, 5] = torch.nan
-    out = Int8Linear.of(Int8Weight.quantize(weight))(rows)
+    out = Int8Linear(quantize([weight]))(rows)
     assert out[3].isnan().all()
     assert out[:3].isfinite().all()
     assert out[4:].isfinite().all()
 
 
 def test_fused_layers_give_what_each_gives(weight: torch.Tensor, rows: torch.Tensor) -> None:
-    whole = Int8Weight.quantize(weight)
-    parts = [Int8Weight(*(x[:40] for x in whole)), Int8Weight(*(x[40:] for x in whole))]
-    fused = Fused(Int8Linear.of(Int8Weight.cat(parts)), (40, 56))
-    each = Each(tuple(Int8Linear.of(part) for part in parts))
+    parts = [weight[:40], weight[40:]]
+    fused = Fused(Int8Linear(quantize(parts)), (40, 56))
+    each = Each(tuple(Int8Linear(quantize([part])) for part in parts))
     assert all(torch.equal(a, b) for a, b in zip(fused(rows), each(rows), strict=True))
 
 
@@ -168,10 +170,10 @@ def test_the_second_start_reads_the_cache(
     first = outputs(int8_weights(tiny_checkpoint, cache))
     assert {path.suffix for path in cache.folder.iterdir()} == {".safetensors"}
 
-    def quantize(weight: torch.Tensor) -> Int8Weight:
+    def again(weights: list[torch.Tensor]) -> Int8Tiles:
         raise AssertionError("a layer was quantized again")
 
-    monkeypatch.setattr(Int8Weight, "quantize", quantize)
+    monkeypatch.setattr("engine.model.weights.quantize", again)
     second = outputs(int8_weights(tiny_checkpoint, cache))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
