@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
@@ -34,13 +34,17 @@ _OPENMP: Final = "libgomp.so.1"  # by the name that PyTorch's own copy goes by, 
 class Kernel:
     """A function of a block of integers, compiled when it is first called."""
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
+    def __init__(self, function: Callable[[Any], None], fastmath: Set[str] = frozenset()) -> None:
         """Take a function of a pointer to int64: the counter, and what it is called with.
 
         What it calls in turn has to be there under a name of its module, or else each start
         compiles it anew.
+
+        Args:
+            fastmath: LLVM's flags for how numbers may be computed otherwise than written.
         """
         self._function = function
+        self._options = {"fastmath": set(fastmath)}
 
     def __call__(self, *args: int) -> None:
         """Run the kernel on all threads with a counter at 0 and these integers behind it."""
@@ -51,10 +55,10 @@ class Kernel:
     def _compiled(self) -> Any:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_cache_folder())
         try:
-            return numba.cfunc(_SIGNATURE, cache=True)(self._function)
+            return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
         except RuntimeError as err:  # neither this folder nor another can be written
             logger.warning("%s is compiled anew at each start: %s", self._function.__name__, err)
-            return numba.cfunc(_SIGNATURE)(self._function)
+            return numba.cfunc(_SIGNATURE, **self._options)(self._function)
         finally:
             numba.config.CACHE_DIR = before
 

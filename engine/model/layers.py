@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.config import TransformerConfig
+from engine.kernels.norm import float32_rms_norm
 from engine.model.attention import AttentionBatch, LayerCache, paged_attention
 from engine.model.linear import Projection, Projections
 
@@ -54,6 +55,8 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of x, (N, dim), to unit mean square; the mean is taken in float32."""
+    if x.dtype is torch.float32 and x.device.type == "cpu":
+        return float32_rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

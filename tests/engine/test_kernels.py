@@ -17,6 +17,7 @@ from engine.kernels.linear import (
     fits_bfloat16_linear,
     int8_linear,
 )
+from engine.kernels.norm import float32_rms_norm
 from engine.kernels.parallel import Kernel
 from engine.kernels.vectors import int8_tile, int8_tile_without_vnni, ints_at, next_number
 
@@ -62,6 +63,15 @@ def test_a_bfloat16_layer_sums_in_float32(shape: tuple[int, int], num_rows: int)
 def test_weights_of_other_shapes_are_left_to_pytorch() -> None:
     fits = [fits_bfloat16_linear(torch.zeros(shape)) for shape in [(4, 32), (3, 32), (4, 31)]]
     assert fits == [True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(1, 3072), (5, 50), (64, 192)], ids=str)
+def test_a_norm_is_that_of_float64(shape: tuple[int, int]) -> None:
+    x, weight = normal(*shape) * torch.logspace(-5, 5, shape[0])[:, None], normal(shape[1], seed=1)
+    expected = torch.nn.functional.rms_norm(x.double(), shape[1:], weight.double(), 1e-5)
+    out = float32_rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out[-1:], float32_rms_norm(x[-1:], weight, 1e-5))
 
 
 @Kernel
