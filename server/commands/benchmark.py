@@ -37,8 +37,9 @@ from engine.own_thread import on_own_thread
 from server.commands.random_model import PRESETS, RandomTensors, write_description
 
 _NUM_REPEATS: Final = 7
+_NUM_TURNS: Final = 15
 _NUM_DRAFTS: Final = (0, 1, 2, 3)
-_BANDWIDTH_BYTES: Final = 2**30
+_BANDWIDTH_BYTES: Final = 2**28  # far more than caches hold
 _FIRST_TEXT_ID: Final = 1000
 
 
@@ -65,12 +66,12 @@ class Report:
     model: str
     weights: str  # dtype, or int8
     num_threads: int
-    bandwidth_gb_s: float
+    bandwidth_gb_s: float  # of memory, read between passes
     load_s: float
     weights_gb: float
     decode_ms: dict[int, float]  # one session, by the number of tokens drafted
     batch_ms: dict[int, float]  # by sessions, one row each
-    bound_ms: float  # a decoder pass, were it to read its weights at the measured bandwidth
+    decode_of_bandwidth: float  # a pass that drafts nothing, beside reading its weights alone
     prefill_ms: float
     encode_one_ms: float  # live: one token
     encode_ahead_ms: float  # per token, with a backlog
@@ -86,7 +87,6 @@ class Report:
             entry["times_real_time"] = clips.times_real_time
         if self.replay is not None:
             report["replay"]["times_real_time"] = self.replay.times_real_time
-        report["decode_of_bandwidth"] = self.bound_ms / self.decode_ms[0]
         return json.dumps(report, indent=1)
 
 
@@ -165,7 +165,7 @@ def run_bench(
         InvalidInput: the preset is unknown, or the replay can't be played.
         CheckpointError: the model can't be loaded.
     """
-    num_threads, bandwidth_gb_s = torch.get_num_threads(), on_own_thread(measure_bandwidth)
+    num_threads = torch.get_num_threads()
     replay = None
     if replay_path is not None:
         replay = Replay(replay_path, AudioConfig(), AudioConfig().default_delay_ms, replay_seconds)
@@ -173,15 +173,16 @@ def run_bench(
     with _engine_of(config, preset, None if replay is None else replay.pick) as engine:
         load_s = perf_counter() - started_s
         runner, model = engine.runner, engine.model_config
-        passes = on_own_thread(lambda: _measure_passes(engine, config.max_encode_tokens, sessions))
+        pass_bytes = decoder_bytes(model, config.quantization, runner.dtype)
+        passes = on_own_thread(
+            lambda: _measure_passes(engine, pass_bytes, config.max_encode_tokens, sessions)
+        )
         report: dict[str, Any] = passes | dict(
             model=preset or config.model,
             weights="int8" if config.quantization == "int8" else str(runner.dtype),
             num_threads=num_threads,
-            bandwidth_gb_s=bandwidth_gb_s,
             load_s=load_s,
             weights_gb=runner.weight_bytes / 1e9,
-            bound_ms=decoder_bytes(model, config.quantization, runner.dtype) / bandwidth_gb_s / 1e6,
             num_encode_ahead_tokens=config.max_encode_tokens,
         )
         with engine:
@@ -200,12 +201,6 @@ def run_bench(
     )
 
 
-def measure_bandwidth() -> float:
-    """Return GB/s of reading a gibibyte of memory with all threads: the best of some runs."""
-    memory = torch.ones(_BANDWIDTH_BYTES // 8, dtype=torch.int64)
-    return _BANDWIDTH_BYTES / 1e9 / min(_times_s(memory.sum))
-
-
 def decoder_bytes(model: ModelConfig, quantization: str, dtype: torch.dtype) -> int:
     """Return the bytes of weights that a decoder pass must read: layers and output head."""
     decoder = model.decoder
@@ -218,11 +213,14 @@ def decoder_bytes(model: ModelConfig, quantization: str, dtype: torch.dtype) -> 
 
 
 def _measure_passes(
-    engine: Engine, max_encode_tokens: int, sessions: Sequence[int]
+    engine: Engine, pass_bytes: int, max_encode_tokens: int, sessions: Sequence[int]
 ) -> dict[str, Any]:
     passes = _Passes(engine, max_encode_tokens)
     try:
+        bandwidth_gb_s, decode_of_bandwidth = passes.beside_memory(pass_bytes)
         return dict(
+            bandwidth_gb_s=bandwidth_gb_s,
+            decode_of_bandwidth=decode_of_bandwidth,
             decode_ms={drafts: passes.decode_ms(1, drafts) for drafts in _NUM_DRAFTS},
             batch_ms={count: passes.decode_ms(count, 0) for count in sessions},
             prefill_ms=passes.prefill_ms(),
@@ -249,16 +247,31 @@ class _Passes:
             self._kv_cache.admit(session_id)
         self._adapter = self._encode(max_encode_tokens)
 
+    def beside_memory(self, pass_bytes: int) -> tuple[float, float]:
+        """Compare a decoder pass of one row with reading memory.
+
+        They take turns, since the memory of a shared machine is now faster, now slower.
+
+        Args:
+            pass_bytes: what the pass has to read.
+
+        Returns:
+            GB/s of reading memory with all threads, and what share of it the pass reaches: medians.
+        """
+        memory = torch.ones(_BANDWIDTH_BYTES // 8, dtype=torch.int64)
+        jobs = self._jobs(1, 0)
+        rates, shares = [], []
+        self._runner.decode(jobs)
+        for _ in range(_NUM_TURNS):
+            rates.append(_BANDWIDTH_BYTES / 1e9 / _seconds(memory.sum))
+            shares.append(
+                pass_bytes / 1e9 / _seconds(lambda: self._runner.decode(jobs)) / rates[-1]
+            )
+        return median(rates), median(shares)
+
     def decode_ms(self, num_sessions: int, num_drafts: int) -> float:
         """Time a pass of the decoder with so many sessions, each of which drafts."""
-        if num_sessions > self._max_sessions:
-            raise InvalidInput(
-                f"{num_sessions} sessions at once: room was made for {self._max_sessions}"
-            )
-        jobs = [
-            self._job(session_id, self._num_prompt_tokens, [STREAMING_PAD_ID], num_drafts)
-            for session_id in range(num_sessions)
-        ]
+        jobs = self._jobs(num_sessions, num_drafts)
         return 1000 * median(_times_s(lambda: self._runner.decode(jobs)))
 
     def prefill_ms(self) -> float:
@@ -286,6 +299,16 @@ class _Passes:
         adapter = self._runner.encode([job])[0].adapter
         self._kv_cache.encoder.reset(0)
         return adapter
+
+    def _jobs(self, num_sessions: int, num_drafts: int) -> list[DecodeJob]:
+        if num_sessions > self._max_sessions:
+            raise InvalidInput(
+                f"{num_sessions} sessions at once: room was made for {self._max_sessions}"
+            )
+        return [
+            self._job(session_id, self._num_prompt_tokens, [STREAMING_PAD_ID], num_drafts)
+            for session_id in range(num_sessions)
+        ]
 
     def _job(self, session_id: int, first: int, ids: Sequence[int], num_drafts: int) -> DecodeJob:
         return DecodeJob(
@@ -335,12 +358,13 @@ def _clips(engine: Engine, num_sessions: int, seconds: float) -> Clips:
 
 def _times_s(run: Callable[[], object]) -> list[float]:
     run()  # touches memory for the first time
-    times_s = []
-    for _ in range(_NUM_REPEATS):
-        started_s = perf_counter()
-        run()
-        times_s.append(perf_counter() - started_s)
-    return times_s
+    return [_seconds(run) for _ in range(_NUM_REPEATS)]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started_s = perf_counter()
+    run()
+    return perf_counter() - started_s
 
 
 def _resident_gb() -> float:
@@ -360,8 +384,8 @@ def print_report(report: Report) -> None:
     row("memory", f"{report.bandwidth_gb_s:.1f} GB/s", f"read by {report.num_threads} threads")
     row("load", f"{report.load_s:.1f} s", f"{report.weights_gb:.2f} GB of weights")
     for drafts, ms in report.decode_ms.items():
-        share = f"{100 * report.bound_ms / ms:.0f} % of the memory's speed" if drafts == 0 else ""
-        row(f"decoder pass, {drafts} drafted", f"{ms:.1f} ms", share)
+        share = f"{100 * report.decode_of_bandwidth:.0f} % of the memory's speed"
+        row(f"decoder pass, {drafts} drafted", f"{ms:.1f} ms", "" if drafts else share)
     for count, ms in report.batch_ms.items():
         row(f"decoder pass, {count} sessions", f"{ms:.1f} ms")
     row("prompt", f"{report.prefill_ms:.1f} ms")
