@@ -21,6 +21,8 @@ from engine.kernels.vectors import (
     STEP_BYTES,
     bfloat16_tile,
     bytes_at,
+    counter_at,
+    drawn_so_far,
     floats_at,
     halves_at,
     int8_tile,
@@ -41,6 +43,8 @@ MAX_BFLOAT16_ROWS: Final = 2 * _BFLOAT16_INPUTS
 _DRAWN: Final = 64
 # How far ahead of where it reads a thread asks for memory.
 _AHEAD_BYTES: Final = 8192
+# Two more counters, of input rows: how many were drawn to be converted, and how many are.
+_NO_ROWS: Final = (0, 0)
 # The byte that stands for 0 in an input.
 _ZERO: Final = 128
 # The largest magnitude that a row counts as having at least, 1e-30: a step of it is above 0.
@@ -102,12 +106,14 @@ def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
     rounded = torch.empty((num_rows, whole_in_dim), dtype=torch.uint8)
     steps = torch.empty(num_rows)
     out = torch.empty((num_rows, whole_out_dim))
-    _round_rows(num_rows, in_dim, whole_in_dim, x.data_ptr(), rounded.data_ptr(), steps.data_ptr())
     _int8_linear(
+        *_NO_ROWS,
         num_rows,
         out_dim,
         whole_out_dim,
+        in_dim,
         whole_in_dim,
+        x.data_ptr(),
         rounded.data_ptr(),
         steps.data_ptr(),
         weight.values.data_ptr(),
@@ -139,52 +145,50 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, in_dim = x.shape
     spread = torch.empty((num_rows, in_dim))
     out = torch.empty((num_rows, len(weight)))
-    _spread_rows(num_rows, in_dim, x.data_ptr(), spread.data_ptr())
     _bfloat16_linear(
-        num_rows, len(weight), in_dim, spread.data_ptr(), weight.data_ptr(), out.data_ptr()
+        *_NO_ROWS,
+        num_rows,
+        len(weight),
+        in_dim,
+        x.data_ptr(),
+        spread.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
     )
     return out
 
 
-@Kernel
-def _round_rows(block: Any) -> None:
-    args = carray(block, 7)
-    num_rows, in_dim, padded_dim = args[1], args[2], args[3]
-    steps = carray(floats_at(args[6]), num_rows)
-    row = next_number(block)
-    while row < num_rows:
-        x = carray(floats_at(args[4] + 4 * row * in_dim), in_dim)
-        bits = carray(ints_at(args[4] + 4 * row * in_dim), in_dim)
-        rounded = carray(bytes_at(args[5] + row * padded_dim), padded_dim)
-        # Magnitudes are in the order of their bits, and what is no number comes last: its row
-        # is none, then.
-        largest_bits = int32(_TINY_BITS)
-        for i in range(in_dim):
-            largest_bits = max(largest_bits, bits[i] & int32(0x7FFFFFFF))
-        carray(ints_at(args[6]), num_rows)[row] = largest_bits
-        largest = steps[row]
-        steps[row] = largest / float32(127)
-        per_step = float32(127) / largest
-        for i in range(in_dim):
-            rounded[i] = uint8(int32(x[i] * per_step + float32(_ZERO + 0.5)))
-        for i in range(in_dim, padded_dim):
-            rounded[i] = uint8(_ZERO)
-        row = next_number(block)
+@njit
+def _round_row(row, in_dim, whole_in_dim, x_at, rounded_at, steps_at):  # type: ignore[no-untyped-def]
+    """Make bytes of a row, and note what one of their steps is worth."""
+    x = carray(floats_at(x_at + 4 * row * in_dim), in_dim)
+    bits = carray(ints_at(x_at + 4 * row * in_dim), in_dim)
+    rounded = carray(bytes_at(rounded_at + row * whole_in_dim), whole_in_dim)
+    # Magnitudes are in the order of their bits, and what is no number comes last: its row is none,
+    # then.
+    largest_bits = int32(_TINY_BITS)
+    for i in range(in_dim):
+        largest_bits = max(largest_bits, bits[i] & int32(0x7FFFFFFF))
+    carray(ints_at(steps_at + 4 * row), 1)[0] = largest_bits
+    step = carray(floats_at(steps_at + 4 * row), 1)
+    largest = step[0]
+    step[0] = largest / float32(127)
+    per_step = float32(127) / largest
+    for i in range(in_dim):
+        rounded[i] = uint8(int32(x[i] * per_step + float32(_ZERO + 0.5)))
+    for i in range(in_dim, whole_in_dim):
+        rounded[i] = uint8(_ZERO)
 
 
-@Kernel
-def _spread_rows(block: Any) -> None:
-    args = carray(block, 5)
-    num_rows, in_dim = args[1], args[2]
-    row = next_number(block)
-    while row < num_rows:
-        x = carray(halves_at(args[3] + 2 * row * in_dim), in_dim)
-        spread = carray(words_at(args[4] + 4 * row * in_dim), in_dim)
-        for first in range(0, in_dim, 2 * _HALF_STEP):
-            for i in range(_HALF_STEP):
-                spread[first + i] = uint32(x[first + 2 * i]) << uint32(16)
-                spread[first + _HALF_STEP + i] = uint32(x[first + 2 * i + 1]) << uint32(16)
-        row = next_number(block)
+@njit
+def _spread_row(row, in_dim, x_at, spread_at):  # type: ignore[no-untyped-def]
+    """Make float32 of a row, in the order in which a tile takes it."""
+    x = carray(halves_at(x_at + 2 * row * in_dim), in_dim)
+    spread = carray(words_at(spread_at + 4 * row * in_dim), in_dim)
+    for first in range(0, in_dim, 2 * _HALF_STEP):
+        for i in range(_HALF_STEP):
+            spread[first + i] = uint32(x[first + 2 * i]) << uint32(16)
+            spread[first + _HALF_STEP + i] = uint32(x[first + 2 * i + 1]) << uint32(16)
 
 
 @njit
@@ -208,12 +212,20 @@ def _multiply_int8(count, weights, in_bytes, x, ahead, out, out_bytes):  # type:
 
 @Kernel
 def _int8_linear(block: Any) -> None:
-    args = carray(block, 12)
-    num_rows, out_dim, whole_out_dim, in_dim = args[1], args[2], args[3], args[4]
-    x, weights, bias, out = args[5], args[7], args[10], args[11]
-    steps = carray(floats_at(args[6]), num_rows)
-    scales = carray(floats_at(args[8]), out_dim)
-    sums = carray(ints_at(args[9]), out_dim)
+    args = carray(block, 16)
+    num_rows, out_dim, whole_out_dim, row_dim, in_dim = args[3], args[4], args[5], args[6], args[7]
+    x, weights, bias, out = args[9], args[11], args[14], args[15]
+    drawn_rows, done_rows = counter_at(block, 1), counter_at(block, 2)
+    row = next_number(drawn_rows)
+    while row < num_rows:
+        _round_row(row, row_dim, in_dim, args[8], x, args[10])
+        next_number(done_rows)
+        row = next_number(drawn_rows)
+    while drawn_so_far(done_rows) < num_rows:
+        pass  # another thread has the last row
+    steps = carray(floats_at(args[10]), num_rows)
+    scales = carray(floats_at(args[12]), out_dim)
+    sums = carray(ints_at(args[13]), out_dim)
     drawn = _drawn(whole_out_dim)
     first = next_number(block) * drawn
     while first < whole_out_dim:
@@ -265,10 +277,18 @@ def _multiply_bfloat16(count, weights, in_bytes, x, ahead, out, out_bytes):  # t
 
 @Kernel
 def _bfloat16_linear(block: Any) -> None:
-    args = carray(block, 7)
-    num_rows, out_dim, in_dim, x = args[1], args[2], args[3], args[4]
-    weights, out = args[5], args[6]
+    args = carray(block, 10)
+    num_rows, out_dim, in_dim = args[3], args[4], args[5]
+    x, weights, out = args[7], args[8], args[9]
     in_bytes = 2 * in_dim
+    drawn_rows, done_rows = counter_at(block, 1), counter_at(block, 2)
+    row = next_number(drawn_rows)
+    while row < num_rows:
+        _spread_row(row, in_dim, args[6], x)
+        next_number(done_rows)
+        row = next_number(drawn_rows)
+    while drawn_so_far(done_rows) < num_rows:
+        pass  # another thread has the last row
     drawn = _drawn(out_dim)
     first = next_number(block) * drawn
     while first < out_dim:

@@ -49,7 +49,28 @@ def next_number(typing_context: Any, block: Any) -> Any:
     """Draw from the counter that a kernel's block begins with: 0, 1, 2 ... over all threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
+        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "acq_rel")
+
+    return types.int64(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def counter_at(typing_context: Any, block: Any, index: Any) -> Any:
+    """Return a further counter: the place in a block of the integer with this index."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    counter = types.CPointer(types.int64)
+    return counter(counter, types.int64), generate
+
+
+@intrinsic
+def drawn_so_far(typing_context: Any, counter: Any) -> Any:
+    """Return how many numbers were drawn from a counter, by all threads until now."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(args[0], "acquire", 8)
 
     return types.int64(types.CPointer(types.int64)), generate
 
