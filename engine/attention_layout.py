@@ -1,34 +1,22 @@
 """Lay out flat batches for attention: who stands where, and which cache slots its rows read.
 
 In: each session's part of a batch, with its block table. Out: the tensors that all layers of a
-stack share. Large windows become a segment each; small ones are copied, and those of neighbours
-with as many rows become one.
+stack share. What rows read is laid out for the kernel for CPUs, or as a segment for each session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.config import TransformerConfig
+from engine.kernels.attention import Windows, fits_windowed_attention
 from engine.kv_cache_manager import BlockTable
-from engine.model.attention import (
-    AttentionBatch,
-    GatheredSegments,
-    Segment,
-    first_key,
-    window_mask,
-    window_masks,
-)
+from engine.model.attention import AttentionBatch, Segment, first_key, window_mask
 from engine.model.layers import Rope
-
-# A window that is copied has keys of at most so many numbers in one layer: 256 KiB in bfloat16.
-# Up to there a copy takes less time than a session's own calls do.
-_MAX_GATHERED_NUMBERS: Final = 2**17
 
 
 class Part(NamedTuple):
@@ -72,17 +60,33 @@ def lay_out(
     slots = [
         slot for part in parts for run in part.table.slot_runs(part.first, part.end) for slot in run
     ]
-    num_numbers = transformer.window * transformer.num_kv_heads * transformer.head_size
-    make_segments = gathered_segments if num_numbers <= _MAX_GATHERED_NUMBERS else segments
+    reads: Windows | tuple[Segment, ...]
+    if fits_windowed_attention(cache, transformer.num_heads):
+        reads = windows(parts, transformer.window, transformer.num_heads // len(cache))
+    else:
+        reads = tuple(segments(parts, transformer.window, cache))
     return AttentionBatch(
         rope.rotations(_ids(positions, device)),
         _ids(slots, device),
-        tuple(make_segments(parts, transformer.window, cache)),
+        reads,
     )
 
 
+def windows(parts: Sequence[Part], window: int, groups: int) -> Windows:
+    """Make what the kernel reads: `groups` is the number of queries of a key/value head."""
+    sessions = []
+    for part in parts:
+        part.table.check_held(part.first_key(window), part.end)
+        frames = [
+            (first_key(position, window), position, own)
+            for own, position in enumerate(part.row_positions, part.first)
+        ]
+        sessions.append((part.table.ring, frames))
+    return Windows.of(sessions, groups)
+
+
 def segments(parts: Sequence[Part], window: int, cache: Tensor) -> Iterator[Segment]:
-    """Make each part a segment, whose window is read in place."""
+    """Make each part a segment, for PyTorch to attend from."""
     first_row = 0
     for part in parts:
         rows = slice(first_row, first_row + part.num_rows)
@@ -98,43 +102,6 @@ def segments(parts: Sequence[Part], window: int, cache: Tensor) -> Iterator[Segm
                 num_alternatives=part.num_alternatives,
             )
         yield Segment(rows, key_runs, mask)
-
-
-def gathered_segments(
-    parts: Sequence[Part], window: int, cache: Tensor
-) -> Iterator[GatheredSegments]:
-    """Take neighbouring parts of as many rows together, and copy their windows.
-
-    Window 3, one row each, at positions 1 and 8; behind the shorter window stands its last key:
-
-        session 0    key 0    1    1
-                         x    x    .
-        session 1    key 6    7    8
-                         x    x    x
-    """
-    device, first_row = cache.device, 0
-    for (num_frames, num_alternatives), neighbours in groupby(parts, lambda part: part[2:]):
-        group = list(neighbours)
-        for part in group:
-            part.table.check_held(part.first_key(window), part.end)
-        rows = slice(first_row, first_row + len(group) * group[0].num_rows)
-        first_row = rows.stop
-        num_keys = max(part.end - part.first_key(window) for part in group)
-        first_keys = _ids([part.first_key(window) for part in group], device)[:, None]
-        last_keys = _ids([part.end - 1 for part in group], device)[:, None]
-        rings = [part.table.ring for part in group]
-        ring_starts = _ids([ring.start for ring in rings], device)[:, None]
-        ring_lengths = _ids([len(ring) for ring in rings], device)[:, None]
-        keys = (first_keys + torch.arange(num_keys, device=device)).minimum(last_keys)  # (S, L)
-        mask = window_masks(
-            _ids([part.first for part in group], device),
-            num_frames,
-            num_keys - num_alternatives,
-            window,
-            num_alternatives,
-        )
-        bias = cache.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        yield GatheredSegments(rows, (ring_starts + keys % ring_lengths).flatten(), bias)
 
 
 def _ids(values: Sequence[int], device: torch.device) -> Tensor:

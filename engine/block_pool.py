@@ -2,7 +2,7 @@
 
 In: reservations and allocations by block id. Out: runs of neighbouring block ids. It knows nothing
 of tensors, windows or sessions. A reservation is one contiguous run, so that a session's window can
-be read in place (two slices at most, see `kv_cache_manager.BlockTable`) instead of being gathered.
+be read in place (two slices at most, see `kv_cache_manager.BlockTable`).
 """
 
 from __future__ import annotations

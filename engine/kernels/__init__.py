@@ -4,6 +4,6 @@ PyTorch's products of a matrix and a few rows reach half the speed of memory, it
 to be packed for seconds a gigabyte at each start, and its attention wants a window in one piece.
 These read weights and keys where they lie, in the file or the KV cache, at the speed of memory.
 
-`parallel` runs a kernel on PyTorch's threads, `vectors` holds the pieces that are written in LLVM's
-own language, the others are a kernel each with what calls it.
+`parallel` runs a kernel on PyTorch's threads, `vectors` and `attention_tiles` hold the pieces that
+are written in LLVM's own language, the others are kernels with what calls them.
 """

@@ -21,8 +21,8 @@ _FLOAT = ir.FloatType()
 _VOID = ir.VoidType()
 # Bytes of a weight row that a tile takes at once: a register of AVX-512, two of smaller ones.
 STEP_BYTES: Final = 64
-_WORDS: Final = ir.VectorType(_I32, STEP_BYTES // 4)
-_FLOATS: Final = ir.VectorType(_FLOAT, STEP_BYTES // 4)
+WORDS: Final = ir.VectorType(_I32, STEP_BYTES // 4)
+FLOATS: Final = ir.VectorType(_FLOAT, STEP_BYTES // 4)
 
 
 def _pointer(numba_type: types.Type, kind: ir.Type) -> Callable[..., Any]:
@@ -40,6 +40,7 @@ def _pointer(numba_type: types.Type, kind: ir.Type) -> Callable[..., Any]:
 bytes_at = _pointer(types.uint8, _I8)
 halves_at = _pointer(types.uint16, _I16)
 ints_at = _pointer(types.int32, _I32)
+longs_at = _pointer(types.int64, _I64)
 words_at = _pointer(types.uint32, _I32)
 floats_at = _pointer(types.float32, _FLOAT)
 
@@ -103,10 +104,10 @@ class _Bytes:
 
     def __init__(self, dot_lanes: int | None) -> None:
         self._dot_lanes = dot_lanes
-        self.sums = ir.VectorType(_I32, dot_lanes or _WORDS.count)
+        self.sums = ir.VectorType(_I32, dot_lanes or WORDS.count)
 
     def load_input(self, builder: Any, address: Any) -> Any:
-        return _load(builder, address, _WORDS)
+        return load(builder, address, WORDS)
 
     load_weight = load_input
 
@@ -117,11 +118,11 @@ class _Bytes:
         name = f"llvm.x86.avx512.vpdpbusd.{32 * self._dot_lanes}"
         pairs = zip(*(_parts(builder, x, self._dot_lanes) for x in (inputs, weight)), strict=True)
         for pair in pairs:
-            sums = _call(builder, name, self.sums, sums, *pair)
+            sums = call(builder, name, self.sums, sums, *pair)
         return sums
 
     def total(self, builder: Any, sums: Any) -> Any:
-        return _call(builder, f"llvm.vector.reduce.add.v{self.sums.count}i32", _I32, sums)
+        return call(builder, f"llvm.vector.reduce.add.v{self.sums.count}i32", _I32, sums)
 
     @staticmethod
     def _dot(builder: Any, inputs: Any, weight: Any) -> Any:
@@ -132,7 +133,7 @@ class _Bytes:
             builder.zext(builder.bitcast(inputs, as_bytes), wide),
             builder.sext(builder.bitcast(weight, as_bytes), wide),
         )
-        parts = [builder.sext(part, _WORDS) for part in _parts(builder, products, _WORDS.count)]
+        parts = [builder.sext(part, WORDS) for part in _parts(builder, products, WORDS.count)]
         return builder.add(builder.add(*parts[:2]), builder.add(*parts[2:]))
 
 
@@ -145,26 +146,23 @@ class _Halves:
 
     is_interleaved = False
     input_bytes = 4 * STEP_BYTES // 2
-    sums = _FLOATS
+    sums = FLOATS
 
     def load_input(self, builder: Any, address: Any) -> Any:
         odd = builder.add(address, ir.Constant(_I64, STEP_BYTES))
-        return _load(builder, address, _FLOATS), _load(builder, odd, _FLOATS)
+        return load(builder, address, FLOATS), load(builder, odd, FLOATS)
 
     def load_weight(self, builder: Any, address: Any) -> Any:
-        words = _load(builder, address, _WORDS)
-        shifts, mask = (ir.Constant(_WORDS, [n] * _WORDS.count) for n in (16, 0xFFFF0000))
-        even, odd = builder.shl(words, shifts), builder.and_(words, mask)
-        return builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)
+        return even_and_odd(builder, load(builder, address, WORDS))
 
     def add(self, builder: Any, sums: Any, inputs: Any, weight: Any) -> Any:
         for pair in zip(inputs, weight, strict=True):
-            sums = _call(builder, "llvm.fmuladd.v16f32", _FLOATS, *pair, sums)
+            sums = call(builder, "llvm.fmuladd.v16f32", FLOATS, *pair, sums)
         return sums
 
     def total(self, builder: Any, sums: Any) -> Any:
-        name = f"llvm.vector.reduce.fadd.v{_FLOATS.count}f32"
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
+        name = f"llvm.vector.reduce.fadd.v{FLOATS.count}f32"
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, FLOATS])
         function = cgutils.get_or_insert_function(builder.module, kind, name)
         zero = ir.Constant(_FLOAT, -0.0)
         return builder.call(function, (zero, sums), fastmath=("reassoc",))
@@ -232,7 +230,7 @@ def _generate_tile(
     added = []
     for row, row_sums in zip(weight_rows, sums, strict=True):
         address = builder.add(row, weight_at)
-        _prefetch(builder, builder.add(address, ahead))
+        prefetch(builder, builder.add(address, ahead))
         weight = products.load_weight(builder, address)
         added.append(
             [products.add(builder, *pair, weight) for pair in zip(row_sums, loaded, strict=True)]
@@ -251,22 +249,33 @@ def _generate_tile(
             builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: Any, address: Any) -> None:
     """Ask for a line of memory to be read, into the second cache."""
     hints = [ir.Constant(_I32, hint) for hint in (0, 2, 1)]  # to read, locality, data
-    _call(builder, "llvm.prefetch.p0", _VOID, builder.inttoptr(address, _I8.as_pointer()), *hints)
+    call(builder, "llvm.prefetch.p0", _VOID, builder.inttoptr(address, _I8.as_pointer()), *hints)
 
 
-def _call(builder: Any, name: str, returns: ir.Type, *args: Any) -> Any:
+def call(builder: Any, name: str, returns: ir.Type, *args: Any) -> Any:
     """Call one of LLVM's own functions."""
     kind = ir.FunctionType(returns, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def _load(builder: Any, address: Any, kind: ir.VectorType) -> Any:
+def load(builder: Any, address: Any, kind: ir.VectorType) -> Any:
     loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
     loaded.align = 1
     return loaded
+
+
+def offset(builder: Any, address: Any, num_bytes: int) -> Any:
+    return builder.add(address, ir.Constant(_I64, num_bytes))
+
+
+def even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Turn words of two bfloat16 each into floats: those at even positions, and at odd ones."""
+    shifts, mask = (ir.Constant(WORDS, [n] * WORDS.count) for n in (16, 0xFFFF0000))
+    even, odd = builder.shl(words, shifts), builder.and_(words, mask)
+    return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
 
 
 def _parts(builder: Any, vector: Any, lanes: int) -> Sequence[Any]:

@@ -2,12 +2,11 @@
 
 In: queries of a flat batch and, for each session in it, the cache slots of the keys that it may
 read. Out: attention outputs. Legend: N rows of the flat batch, H heads, K key/value heads,
-G = H / K, D head size, n rows and L keys of one session, S sessions.
+G = H / K, D head size, n rows and L keys of one session.
 
-Large windows are read in place, as slices of the cache, one session after the other: nothing of
-them is copied. Small ones are copied together, since copying them takes less time than calls for
-each session do. A layer's cache is head-major, (K, slots, D), so that each head reads one stretch
-of memory.
+A layer's cache is head-major, (K, slots, D), so that each head reads one stretch of memory, and
+windows are read in place. On CPUs with a bfloat16 cache a kernel does it for all sessions at once;
+everywhere else PyTorch does, one session after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine.kernels.attention import Windows, windowed_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +79,12 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredSegments:
-    """The parts of S neighbouring sessions of a batch, n rows each, whose windows are copied.
-
-    Windows that are shorter than the longest have keys of their own behind them, masked.
-    """
-
-    rows: slice  # (S n) of queries
-    key_slots: Tensor  # (S L,) int64
-    bias: (
-        Tensor  # (S, n, L) in the cache's dtype: 0 where a row may read a key, else minus infinity
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What all layers of a stack share for one flat batch. Nothing in it is ever changed."""
 
     rotations: Tensor  # (N, 1, D / 2) complex64
     slot_mapping: Tensor  # (N,) int64, the slot of each row's own key
-    segments: tuple[Segment | GatheredSegments, ...]
+    reads: Windows | tuple[Segment, ...]  # which keys each row reads
 
 
 def first_key(position: int, window: int) -> int:
@@ -132,32 +119,14 @@ def window_mask(
     Returns:
         (num_queries + num_alternatives, keys + num_alternatives) bool.
     """
-    first_queries = torch.tensor([first_query], device=device)
-    num_keys = first_query + num_queries - first_key(first_query, window)
-    return window_masks(first_queries, num_queries, num_keys, window, num_alternatives)[0]
-
-
-def window_masks(
-    first_queries: Tensor, num_queries: int, num_keys: int, window: int, num_alternatives: int
-) -> Tensor:
-    """Make `window_mask` for each of first_queries, (S,), over as many keys.
-
-    Returns:
-        (S, num_queries + num_alternatives, num_keys + num_alternatives) bool.
-    """
-    device = first_queries.device
-    first_queries = first_queries[:, None, None]
-    oldest_keys = (first_queries - (window - 1)).clamp_min(0)  # first_key
-    end = first_queries + num_queries
-    keys = oldest_keys + torch.arange(num_keys + num_alternatives, device=device)
-    own_keys = first_queries + torch.arange(num_queries + num_alternatives, device=device)[:, None]
+    oldest_key, end = first_key(first_query, window), first_query + num_queries
+    keys = torch.arange(oldest_key, end + num_alternatives, device=device)
+    own_keys = torch.arange(first_query, end + num_alternatives, device=device)[:, None]
     queries = torch.where(own_keys < end, own_keys, own_keys - num_alternatives)
     return (keys < queries) & (keys > queries - window) | (keys == own_keys)
 
 
-def paged_attention(
-    q: Tensor, cache: LayerCache, segments: Sequence[Segment | GatheredSegments]
-) -> Tensor:
+def paged_attention(q: Tensor, cache: LayerCache, reads: Windows | Sequence[Segment]) -> Tensor:
     """Attend from each session's queries to its own keys; softmax in float32.
 
     Args:
@@ -166,36 +135,11 @@ def paged_attention(
     Returns:
         (N, H, D) in the dtype of q.
     """
+    if isinstance(reads, Windows):
+        return windowed_attention(q, cache.keys, cache.values, reads)
     dtype, q = q.dtype, q.to(cache.keys.dtype)
-    outs = [
-        _attend_gathered(q[segment.rows], cache, segment)
-        if isinstance(segment, GatheredSegments)
-        else _attend_in_place(q[segment.rows], cache, segment)
-        for segment in segments
-    ]
+    outs = [_attend_in_place(q[segment.rows], cache, segment) for segment in reads]
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(dtype)
-
-
-def _attend_gathered(q: Tensor, cache: LayerCache, segments: GatheredSegments) -> Tensor:
-    """Attend with the queries of some sessions at once, (S n, H, D)."""
-    num_kv_heads, _, head_size = cache.keys.shape
-    num_sessions, num_rows, num_keys = segments.bias.shape
-    num_groups = q.shape[1] // num_kv_heads
-    keys, values = (
-        x.index_select(1, segments.key_slots).view(-1, num_keys, head_size)  # (K S, L, D)
-        for x in (cache.keys, cache.values)
-    )
-    grouped = q.view(num_sessions, num_rows, num_kv_heads, num_groups, head_size)
-    queries = grouped.permute(2, 0, 3, 1, 4).reshape(-1, num_groups * num_rows, head_size)
-    scores = torch.baddbmm(
-        segments.bias.repeat(num_kv_heads, num_groups, 1),
-        queries,
-        keys.transpose(1, 2),
-        alpha=head_size**-0.5,
-    )  # (K S, G n, L)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    out = (weights @ values).view(num_kv_heads, num_sessions, num_groups, num_rows, head_size)
-    return out.permute(1, 3, 0, 2, 4).reshape(q.shape)
 
 
 def _attend_in_place(q: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
@@ -209,14 +153,13 @@ def _attend_in_place(q: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
     mask = segment.mask
     if mask is not None and queries.shape[1] > 1:
         mask = mask.repeat(queries.shape[1], 1)  # (G n, L)
-    attend = _attend_flash if q.device.type == "cpu" else _attend_dense
     outs, log_sums = [], []
     first = 0
     for run in segment.key_runs:
         keys, values = (x[:, run.start : run.stop] for x in (cache.keys, cache.values))
         part = None if mask is None else mask[:, first : first + len(run)]
         first += len(run)
-        out, log_sum = attend(q, keys, values, part)
+        out, log_sum = _attend_dense(q, keys, values, part)
         outs.append(out)
         log_sums.append(log_sum)
     merged = outs[0] if len(outs) == 1 else _merged(outs, log_sums)
@@ -231,29 +174,14 @@ def _merged(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
     return merged.to(outs[0].dtype)
 
 
-def _attend_flash(
+def _attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one run of keys with PyTorch's kernel for CPUs: (K, N, D), (K, L, D), (N, L).
+    """Attend to one run of keys: (K, N, D), (K, L, D), (N, L).
 
     Returns:
         (K, N, D) outputs, and (K, N) float32 logarithms of the sums under the softmax.
     """
-    bias = None
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], keys[None], values[None], attn_mask=bias
-    )
-    if mask is not None:  # of a row without keys the kernel says 0
-        log_sum = log_sum.masked_fill(~mask.any(dim=1), -torch.inf)
-    return out[0], log_sum[0]
-
-
-def _attend_dense(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Do what `_attend_flash` does, on any device, with all scores in memory."""
     scores = (q * q.shape[-1] ** -0.5 @ keys.transpose(1, 2)).float()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -77,7 +77,7 @@ def run_block(
     q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in block.wqkv(h))
     q, k = rotate(q, batch.rotations), rotate(k, batch.rotations)
     cache.write(batch.slot_mapping, k, v)
-    x = x + block.wo(paged_attention(q, cache, batch.segments).flatten(-2))
+    x = x + block.wo(paged_attention(q, cache, batch.reads).flatten(-2))
     h = rms_norm(x, block.ffn_norm, config.norm_eps)
     if scale_ffn_input is not None:
         h = scale_ffn_input(h)

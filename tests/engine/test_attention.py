@@ -1,42 +1,46 @@
 """Paged attention: which keys are read, and that nothing else can be."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from engine.attention_layout import Part, gathered_segments, segments
+from engine.attention_layout import Part, segments, windows
 from engine.block_pool import BlockPool
-from engine.kv_cache_manager import KVCacheSpec, SlidingWindowManager
-from engine.model import attention
-from engine.model.attention import (
-    GatheredSegments,
-    LayerCache,
-    Segment,
-    paged_attention,
-    window_mask,
-)
+from engine.kernels.attention import Windows, fits_windowed_attention
+from engine.kv_cache_manager import BlockTable, KVCacheSpec, SlidingWindowManager
+from engine.model.attention import LayerCache, Segment, paged_attention, window_mask
 
 CPU = torch.device("cpu")
-MakeSegments = Callable[
-    [Sequence[Part], int, torch.Tensor], Iterator[Segment] | Iterator[GatheredSegments]
-]
-IN_PLACE_OR_GATHERED = pytest.mark.parametrize("make_segments", [segments, gathered_segments])
-NUM_KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 4
+NUM_KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 64
+Reads = Windows | tuple[Segment, ...]
+MakeReads = Callable[[Sequence[Part], int, LayerCache, int], Reads]
+
+
+def for_pytorch(parts: Sequence[Part], window: int, cache: LayerCache, num_heads: int) -> Reads:
+    return tuple(segments(parts, window, cache.keys))
+
+
+def for_the_kernel(parts: Sequence[Part], window: int, cache: LayerCache, num_heads: int) -> Reads:
+    assert fits_windowed_attention(cache.keys, num_heads)
+    return windows(parts, window, num_heads // len(cache.keys))
+
+
+BOTH_WAYS = pytest.mark.parametrize("make_reads", [for_pytorch, for_the_kernel])
 
 
 class Probe:
     """One session's cache whose values tell which keys a query attended to.
 
     All keys are 0, so that every key that is read weighs the same; the value of frame f has a 1 in
-    the dimension f - base. Slots that were never written, or are freed, hold NaN.
+    dimension f of all heads' dimensions. Slots that were never written, or are freed, hold NaN.
     """
 
     def __init__(self, window: int, block_size: int, max_new_tokens: int, num_frames: int) -> None:
         spec = KVCacheSpec(
             block_size=block_size,
             num_kv_heads=4,
-            head_size=num_frames,
+            head_size=HEAD_SIZE,
             window_frames=window,
             block_pool_size=4,
         )
@@ -44,24 +48,23 @@ class Probe:
         self.manager = SlidingWindowManager(spec, BlockPool(num_blocks), num_blocks)
         self.manager.on_free = self._poison
         self.manager.admit(0)
-        self.window, self.num_frames = window, num_frames
-        shape = (1, num_blocks * spec.frames_per_block, num_frames)
-        self.cache = LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+        self.window, self.num_heads = window, -(-num_frames // HEAD_SIZE)
+        shape = (self.num_heads, num_blocks * spec.frames_per_block, HEAD_SIZE)
+        self.cache = LayerCache(*torch.full((2, *shape), torch.nan, dtype=torch.bfloat16))
 
-    def attended(
-        self, first_token: int, num_tokens: int, make_segments: MakeSegments
-    ) -> list[list[int]]:
+    def attended(self, first_token: int, num_tokens: int, make_reads: MakeReads) -> list[list[int]]:
         """Write the next tokens' frames and list, for each of them, the frames it reads."""
         table = self.manager.make_room(0, first_token, num_tokens)
         first, count = 4 * first_token, 4 * num_tokens
         slots = [slot for run in table.slot_runs(first, first + count) for slot in run]
-        values = torch.eye(self.num_frames)[first : first + count, None]  # (frames, 1, D)
+        values = torch.eye(self.num_heads * HEAD_SIZE)[first : first + count]
+        values = values.unflatten(1, (self.num_heads, HEAD_SIZE))
         self.cache.write(torch.tensor(slots), torch.zeros_like(values), values)
-        layout = list(make_segments([Part(table, first, count)], self.window, self.cache.keys))
-        queries = torch.randn(count, 1, self.num_frames)
-        out = paged_attention(queries, self.cache, layout)
+        parts = [Part(table, first, count)]
+        reads = make_reads(parts, self.window, self.cache, self.num_heads)
+        out = paged_attention(torch.randn(values.shape), self.cache, reads).flatten(1)
         assert not out.isnan().any()
-        return [out[row, 0].nonzero().flatten().tolist() for row in range(count)]
+        return [row.nonzero().flatten().tolist() for row in out]
 
     def _poison(self, blocks: range) -> None:
         per_block = self.manager.spec.frames_per_block
@@ -70,27 +73,27 @@ class Probe:
 
 
 @pytest.mark.parametrize(("window", "chunk_tokens"), [(749, 3), (750, 1), (750, 7), (751, 3)])
-@IN_PLACE_OR_GATHERED
+@BOTH_WAYS
 def test_each_frame_reads_exactly_its_window(
-    window: int, chunk_tokens: int, make_segments: MakeSegments
+    window: int, chunk_tokens: int, make_reads: MakeReads
 ) -> None:
     """Includes encoder frames 748..753 and 1498..1503, and every block edge up to 1520."""
     probe = Probe(window, block_size=16, max_new_tokens=chunk_tokens, num_frames=1540)
     for first_token in range(0, 380, chunk_tokens):
-        for row, frames in enumerate(probe.attended(first_token, chunk_tokens, make_segments)):
+        for row, frames in enumerate(probe.attended(first_token, chunk_tokens, make_reads)):
             frame = 4 * first_token + row
             assert frames == list(range(max(0, frame - window + 1), frame + 1))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5])
 @pytest.mark.parametrize("block_size", [1, 2, 3])
-@IN_PLACE_OR_GATHERED
+@BOTH_WAYS
 def test_small_windows_and_blocks_read_exactly_their_window(
-    block_size: int, chunk_tokens: int, make_segments: MakeSegments
+    block_size: int, chunk_tokens: int, make_reads: MakeReads
 ) -> None:
     probe = Probe(7, block_size=block_size, max_new_tokens=chunk_tokens, num_frames=200)
     for first_token in range(0, 45, chunk_tokens):
-        for row, frames in enumerate(probe.attended(first_token, chunk_tokens, make_segments)):
+        for row, frames in enumerate(probe.attended(first_token, chunk_tokens, make_reads)):
             frame = 4 * first_token + row
             assert frames == list(range(max(0, frame - 6), frame + 1))
 
@@ -102,12 +105,8 @@ def test_the_window_mask_is_the_drawn_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
-@pytest.mark.parametrize("kernel", ["_attend_flash", "_attend_dense"])
-def test_attention_over_two_runs_equals_dense_attention_over_one(
-    kernel: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_over_two_runs_equals_dense_attention_over_one(rows: int) -> None:
     """With 9 rows, the first of them read nothing of the second run."""
-    monkeypatch.setattr(attention, "_attend_flash", getattr(attention, kernel))
     torch.manual_seed(0)
     num_keys = 12
     keys, values = torch.randn(2, NUM_KV_HEADS, num_keys, HEAD_SIZE)
@@ -136,39 +135,113 @@ def test_sessions_in_one_batch_read_only_their_own_keys() -> None:
     torch.testing.assert_close(out[:1], alone)
 
 
-def test_gathered_windows_give_what_windows_read_in_place_do() -> None:
-    """Sessions of ages 0 to 1,000, some with several rows, some with alternatives, some wrapped."""
-    torch.manual_seed(0)
-    window, block_size, most_rows = 11, 2, 7
-    spec = KVCacheSpec(
-        block_size=block_size,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
-        window_frames=window,
-        block_pool_size=1,
-    )
-    rows = [(1, 0)] * 5 + [(4, 0)] * 4 + [(4, 3)] * 3 + [(1, 0)]
-    firsts = [0, 3, 50, 999, 1_000, 0, 7, 8, 1_000, 2, 13, 500, 9]
-    num_blocks = spec.max_admission_blocks_per_request(most_rows, None)
-    manager = SlidingWindowManager(spec, BlockPool(len(rows) * num_blocks), num_blocks)
-    shape = (NUM_KV_HEADS, len(rows) * num_blocks * block_size, HEAD_SIZE)
-    cache = LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-    parts = []
-    for session_id, (first, (num_frames, num_alternatives)) in enumerate(
-        zip(firsts, rows, strict=True)
-    ):
-        manager.admit(session_id)
-        for position in range(first):
-            manager.make_room(session_id, position, 1)
-        table = manager.make_room(session_id, first, num_frames + num_alternatives)
-        part = Part(table, first, num_frames, num_alternatives)
-        parts.append(part)
-        slots = [s for run in table.slot_runs(part.first_key(window), part.end) for s in run]
-        for x in (cache.keys, cache.values):
-            x[:, slots] = torch.randn(NUM_KV_HEADS, len(slots), HEAD_SIZE)
-    queries = torch.randn(sum(map(sum, rows)), NUM_KV_HEADS * GROUPS, HEAD_SIZE)
-    in_place = paged_attention(queries, cache, list(segments(parts, window, cache.keys)))
-    gathered = list(gathered_segments(parts, window, cache.keys))
-    assert len(gathered) == 4
-    torch.testing.assert_close(paged_attention(queries, cache, gathered), in_place)
-    assert not in_place.isnan().any()
+SHAPES = [(8, 2, 64, 11), (32, 8, 128, 200), (4, 4, 64, 75), (28, 1, 64, 64), (6, 2, 128, 65)]
+# Frames and alternatives of a session's rows, and where they start.
+ROWS = [(1, 0), (4, 0), (4, 3), (2, 1), (39, 0)]
+FIRSTS = [0, 1, 7, 50, 63, 64, 127, 999, 100_003]
+
+
+class Sessions:
+    """Sessions of all ages in one cache, in which every slot that isn't held is no number."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.num_heads, self.num_kv_heads, self.head_size, self.window = shape
+        generator = torch.Generator().manual_seed(0)
+        ring_length = 2 * (self.window + 40)
+        rows = [(rows, first) for first in FIRSTS for rows in ROWS]
+        self.parts = []
+        cache_shape = (2, self.num_kv_heads, len(rows) * ring_length, self.head_size)
+        self.cache = LayerCache(*torch.full(cache_shape, torch.nan, dtype=dtype))
+        for i, ((num_frames, num_alternatives), first) in enumerate(rows):
+            # Some windows end in the middle of a ring, some wrap around its end.
+            length = ring_length // 2 - i % 7 // 2
+            table = BlockTable(range(i * length, (i + 1) * length), 2)
+            part = Part(table, first, num_frames, num_alternatives)
+            oldest = part.first_key(self.window)
+            table.first_block, table.end_block = oldest // 2, -(-part.end // 2)
+            if table.num_blocks > length:
+                continue
+            slots = [slot for run in table.slot_runs(oldest, part.end) for slot in run]
+            held = torch.randn(
+                (2, self.num_kv_heads, len(slots), self.head_size), generator=generator
+            )
+            self.cache.keys[:, slots], self.cache.values[:, slots] = held.to(dtype)
+            self.parts.append(part)
+        num_rows = sum(part.num_rows for part in self.parts)
+        self.queries = 2 * torch.randn(
+            (num_rows, self.num_heads, self.head_size), generator=generator
+        )
+
+    def attend(self) -> torch.Tensor:
+        reads = for_the_kernel(self.parts, self.window, self.cache, self.num_heads)
+        return paged_attention(self.queries, self.cache, reads)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_gives_what_float64_does(shape: tuple[int, int, int, int]) -> None:
+    sessions = Sessions(shape, torch.bfloat16)
+    assert len(sessions.parts) > 30
+    cache = LayerCache(sessions.cache.keys.double(), sessions.cache.values.double())
+    reads = for_pytorch(sessions.parts, sessions.window, cache, sessions.num_heads)
+    expected = paged_attention(sessions.queries.double(), cache, reads)
+    assert not expected.isnan().any()
+    out = sessions.attend()
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_a_row_of_the_kernel_knows_of_no_others(shape: tuple[int, int, int, int]) -> None:
+    """Neither of other sessions nor of how many rows its own has beside it."""
+    sessions = Sessions(shape, torch.bfloat16)
+    together, row = sessions.attend(), 0
+    for part in sessions.parts:
+        cut = [
+            Part(part.table, first, 1) for first in range(part.first, part.first + part.num_frames)
+        ]
+        for first, alone in [(row, [part]), (row, cut)]:
+            count = sum(part.num_rows for part in alone)
+            reads = for_the_kernel(alone, sessions.window, sessions.cache, sessions.num_heads)
+            out = paged_attention(sessions.queries[first : first + count], sessions.cache, reads)
+            assert torch.equal(out, together[first : first + count])
+        row += part.num_rows
+
+
+def test_the_kernel_takes_queries_of_any_dtype_and_size() -> None:
+    sessions = Sessions(SHAPES[0], torch.bfloat16)
+    for size in (1e-3, 1.0, 100.0):
+        sessions.queries = (sessions.queries * size).bfloat16()
+        out = sessions.attend()
+        assert out.dtype is torch.bfloat16
+        assert out.isfinite().all()
+        sessions.queries = sessions.queries.float()
+        torch.testing.assert_close(out.float(), sessions.attend(), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_no_number_stays_with_its_row() -> None:
+    sessions = Sessions(SHAPES[0], torch.bfloat16)
+    expected = sessions.attend()
+    sessions.queries[3, 2, 5] = torch.nan
+    out = sessions.attend()
+    assert out[3, 2].isnan().all()
+    out[3, 2] = expected[3, 2]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "is_kernel"),
+    [
+        (torch.bfloat16, 64, True),
+        (torch.bfloat16, 128, True),
+        (torch.bfloat16, 16, False),
+        (torch.bfloat16, 192, False),
+        (torch.float32, 64, False),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_for_bfloat16_and_whole_registers(
+    dtype: torch.dtype, head_size: int, is_kernel: bool
+) -> None:
+    keys = torch.zeros((2, 16, head_size), dtype=dtype)
+    assert fits_windowed_attention(keys, 8) is is_kernel
+    assert not fits_windowed_attention(keys, 58)  # 29 queries of a key/value head

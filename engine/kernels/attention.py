@@ -1,0 +1,314 @@
+"""Sliding-window attention that reads bfloat16 keys and values where they lie in the KV cache.
+
+In: queries of a flat batch, a layer's cache, and what each row reads, for all sessions at once.
+Out: attention outputs. Legend: N rows of the flat batch, H heads, K key/value heads, G = H / K,
+D head size.
+
+Threads draw pieces of work: a few rows of one session and one key/value head, whose queries share
+each key and value that is read. Keys come in chunks of 64 frames, and a chunk starts at a multiple
+of 64 in the stream: so a row's sums are the same whichever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from numba import carray, float32, int32, njit
+from torch import Tensor
+
+from engine.kernels.attention_tiles import (
+    CHUNK,
+    FRAMES_AT,
+    MAX_AT,
+    MAX_TILE_QUERIES,
+    NO_SCORE,
+    STATE_BYTES,
+    VALUE_DIMS,
+    add_values,
+    stack_bytes,
+    transpose_keys,
+    weigh_keys,
+)
+from engine.kernels.parallel import Kernel
+from engine.kernels.vectors import floats_at, ints_at, longs_at, next_number
+
+# The most queries of a piece of work: their sums and weights fit the first cache.
+_MAX_QUERIES: Final = 28
+_MAX_HEAD_SIZE: Final = 128
+_LOG2_E: Final = 1.4426950408889634
+# Lanes of a register: keys that are turned into columns at a time, and words of them.
+_BLOCK: Final = 16
+# Where a piece's numbers are on its thread's stack.
+_QUERY_BYTES: Final = 4 * _MAX_QUERIES * _MAX_HEAD_SIZE
+_SUMS_AT: Final = _QUERY_BYTES
+_COLUMNS_AT: Final = _SUMS_AT + _QUERY_BYTES
+_WEIGHTS_AT: Final = _COLUMNS_AT + 2 * CHUNK * _MAX_HEAD_SIZE
+_STATES_AT: Final = _WEIGHTS_AT + 4 * CHUNK * _MAX_QUERIES
+_KEYS_AT: Final = _STATES_AT + STATE_BYTES * _MAX_QUERIES
+_VALUES_AT: Final = _KEYS_AT + 8 * CHUNK
+_STACK_BYTES: Final = _VALUES_AT + 8 * CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """What each row of a flat batch reads, in pieces of a few rows of one session."""
+
+    frames: Tensor  # (N, 3) int64: a row reads from the first up to the second, and the third
+    pieces: Tensor  # (pieces, 4) int64: first row, rows, and the first slot and length of the ring
+
+    @classmethod
+    def of(
+        cls, sessions: Sequence[tuple[range, Sequence[tuple[int, int, int]]]], groups: int
+    ) -> Windows:
+        """Lay out sessions.
+
+        Args:
+            sessions: of each the cache slots of its ring, frame f lying in ring[f % len(ring)], and
+                the frames that its rows read: from the first up to the second, and the third, which
+                isn't before the second. All from the first to the third are in the ring.
+            groups: G, the query heads of a key/value head.
+        """
+        per_piece = _MAX_QUERIES // groups
+        frames: list[tuple[int, int, int]] = []
+        pieces: list[tuple[int, int, int, int]] = []
+        for ring, rows in sessions:
+            for first in range(0, len(rows), per_piece):
+                count = min(per_piece, len(rows) - first)
+                pieces.append((len(frames) + first, count, ring.start, len(ring)))
+            frames.extend(rows)
+        return cls(torch.tensor(frames), torch.tensor(pieces))
+
+
+def fits_windowed_attention(keys: Tensor, num_heads: int) -> bool:
+    """Whether `windowed_attention` can read a cache like keys, (K, slots, D), for H heads."""
+    num_kv_heads, _, head_size = keys.shape
+    return (
+        keys.device.type == "cpu"
+        and keys.dtype is torch.bfloat16
+        and keys.is_contiguous()
+        and head_size % VALUE_DIMS == 0
+        and head_size <= _MAX_HEAD_SIZE
+        and num_heads // num_kv_heads <= _MAX_QUERIES
+    )
+
+
+def windowed_attention(q: Tensor, keys: Tensor, values: Tensor, windows: Windows) -> Tensor:
+    """Attend from each row to the frames that it reads; everything in float32.
+
+    Args:
+        q: (N, H, D) of any dtype.
+        keys: (K, slots, D) bfloat16 that `fits_windowed_attention`.
+        values: the same.
+
+    Returns:
+        (N, H, D) in the dtype of q.
+    """
+    num_kv_heads, num_slots, head_size = keys.shape
+    queries = q.float().contiguous()
+    out = torch.empty_like(queries)
+    _attend(
+        len(windows.pieces) * num_kv_heads,
+        num_kv_heads,
+        num_slots,
+        head_size,
+        q.shape[1] // num_kv_heads,
+        windows.frames.data_ptr(),
+        windows.pieces.data_ptr(),
+        queries.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+    )
+    return out.to(q.dtype)
+
+
+@Kernel
+def _attend(block: Any) -> None:
+    args = carray(block, 12)
+    num_items, num_kv_heads, num_slots = args[1], args[2], args[3]
+    head_size, groups = args[4], args[5]
+    stack = stack_bytes(_STACK_BYTES)
+    item = next_number(block)
+    while item < num_items:
+        piece = carray(longs_at(args[7] + 32 * (item // num_kv_heads)), 4)
+        kv_head = item % num_kv_heads
+        row_bytes = 4 * num_kv_heads * groups * head_size
+        at = piece[0] * row_bytes + 4 * kv_head * groups * head_size
+        head_bytes = 2 * kv_head * num_slots * head_size
+        frames = args[6] + 24 * piece[0]
+        first, end = _span(piece[1], frames)
+        start = chunk = first // CHUNK * CHUNK
+        _start(piece[1], groups, head_size, args[8] + at, row_bytes, frames, start, stack)
+        while chunk < end:
+            _find(
+                piece[2],
+                piece[3],
+                head_size,
+                args[9] + head_bytes,
+                args[10] + head_bytes,
+                chunk,
+                first,
+                end,
+                stack,
+            )
+            used, used_end = max(first - chunk, 0), min(end - chunk, CHUNK)
+            _attend_to_chunk(piece[1] * groups, head_size, chunk - start, used, used_end, stack)
+            chunk += CHUNK
+        _finish(piece[1], groups, head_size, args[11] + at, row_bytes, stack)
+        item = next_number(block)
+
+
+@njit
+def _span(num_rows, frames):  # type: ignore[no-untyped-def]
+    """Return the first frame that any row reads, and the end of all."""
+    reads = carray(longs_at(frames), (num_rows, 3))
+    first, end = reads[0, 0], reads[0, 2]
+    for row in range(1, num_rows):
+        first = min(first, reads[row, 0])
+        end = max(end, reads[row, 2])
+    return first, end + 1
+
+
+@njit
+def _start(num_rows, groups, head_size, q, row_bytes, frames, start, stack):  # type: ignore[no-untyped-def]
+    """Put a piece's queries and states on the stack. Frames count from `start` there."""
+    reads = carray(longs_at(frames), (num_rows, 3))
+    scale = float32(_LOG2_E / head_size**0.5)
+    for query in range(num_rows * groups):
+        row = query // groups
+        read = carray(floats_at(q + row * row_bytes + 4 * (query % groups) * head_size), head_size)
+        scaled = carray(floats_at(stack + 4 * query * head_size), head_size)
+        sums = carray(floats_at(stack + _SUMS_AT + 4 * query * head_size), head_size)
+        for i in range(head_size):
+            scaled[i] = read[i] * scale
+            sums[i] = float32(0)
+        state = stack + _STATES_AT + query * STATE_BYTES
+        numbers = carray(floats_at(state), STATE_BYTES // 4)
+        for i in range(_BLOCK):
+            numbers[i] = float32(0)
+        numbers[MAX_AT // 4] = float32(NO_SCORE)
+        places = carray(ints_at(state + FRAMES_AT), 3)
+        for i in range(3):
+            places[i] = int32(reads[row, i] - start)
+
+
+@njit
+def _find(ring_start, ring_length, head_size, keys, values, chunk, first, end, stack):  # type: ignore[no-untyped-def]
+    """Put the addresses of a chunk's keys and values on the stack.
+
+    Before the first frame and behind the last one stand these two again: nothing else is read.
+    """
+    key_addresses = carray(longs_at(stack + _KEYS_AT), CHUNK)
+    value_addresses = carray(longs_at(stack + _VALUES_AT), CHUNK)
+    place = max(chunk, first) % ring_length
+    for i in range(CHUNK):
+        at = 2 * (ring_start + place) * head_size
+        key_addresses[i] = keys + at
+        value_addresses[i] = values + at
+        if first <= chunk + i < end - 1:
+            place += 1
+            if place == ring_length:
+                place = 0
+
+
+@njit
+def _attend_to_chunk(num_queries, head_size, first_frame, used, used_end, stack):  # type: ignore[no-untyped-def]
+    """Attend from a piece's queries to a chunk of keys, of which [used, used_end) are there."""
+    for key in range(used // _BLOCK * _BLOCK, used_end, _BLOCK):
+        for word in range(0, head_size // 2, _BLOCK):
+            transpose_keys(
+                stack + _KEYS_AT + 8 * key,
+                4 * word,
+                0,
+                stack + _COLUMNS_AT + 4 * (word * CHUNK + key),
+            )
+    query = 0
+    while query < num_queries:
+        count = _tile_queries(num_queries - query)
+        weights = stack + _WEIGHTS_AT + 4 * CHUNK * query
+        states = stack + _STATES_AT + STATE_BYTES * query
+        _weigh(
+            count,
+            stack + 4 * query * head_size,
+            head_size,
+            stack + _COLUMNS_AT,
+            first_frame,
+            states,
+            weights,
+        )
+        for dim in range(0, head_size, VALUE_DIMS):
+            sums = stack + _SUMS_AT + 4 * (query * head_size + dim)
+            _add(
+                count,
+                weights,
+                stack + _VALUES_AT,
+                2 * dim,
+                used,
+                used_end,
+                states,
+                sums,
+                4 * head_size,
+            )
+        query += count
+
+
+@njit
+def _weigh(count, queries, head_size, columns, first_frame, states, weights):  # type: ignore[no-untyped-def]
+    """Call `weigh_keys` for `count` queries."""
+    if count == 1:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 1)
+    elif count == 2:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 2)
+    elif count == 3:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 3)
+    elif count == 4:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 4)
+    elif count == 5:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 5)
+    else:
+        weigh_keys(queries, head_size, columns, first_frame, states, weights, 6)
+
+
+@njit
+def _add(count, weights, values, at, first, end, states, out, out_bytes):  # type: ignore[no-untyped-def]
+    """Call `add_values` for `count` queries."""
+    if count == 1:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 1)
+    elif count == 2:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 2)
+    elif count == 3:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 3)
+    elif count == 4:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 4)
+    elif count == 5:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 5)
+    else:
+        add_values(weights, values, at, first, end, states, out, out_bytes, 6)
+
+
+@njit
+def _tile_queries(num_left: int) -> int:
+    """Return how many queries to take next. 8 are 4 and 4 then, not 6 and 2."""
+    num_tiles = (num_left + MAX_TILE_QUERIES - 1) // MAX_TILE_QUERIES
+    return (num_left + num_tiles - 1) // num_tiles
+
+
+@njit
+def _finish(num_rows, groups, head_size, out, row_bytes, stack):  # type: ignore[no-untyped-def]
+    """Write a piece's outputs: its sums, in order, divided by those of the weights."""
+    for query in range(num_rows * groups):
+        at = out + query // groups * row_bytes + 4 * (query % groups) * head_size
+        written = carray(floats_at(at), head_size)
+        sums = carray(floats_at(stack + _SUMS_AT + 4 * query * head_size), head_size)
+        parts = carray(floats_at(stack + _STATES_AT + query * STATE_BYTES), _BLOCK)
+        total = float32(0)
+        for i in range(_BLOCK):
+            total += parts[i]
+        per_weight = float32(1) / total
+        for first in range(0, head_size, 2 * _BLOCK):
+            for i in range(_BLOCK):
+                written[first + 2 * i] = sums[first + i] * per_weight
+                written[first + 2 * i + 1] = sums[first + _BLOCK + i] * per_weight
