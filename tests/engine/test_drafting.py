@@ -184,7 +184,7 @@ def test_log_probabilities_are_those_of_single_passes(sample: Samples) -> None:
     assert texts[1] == pytest.approx(texts[0], abs=1e-4)
 
 
-@pytest.mark.parametrize(("quantization", "expected"), [("none", 0), ("int8", 3)])
+@pytest.mark.parametrize(("quantization", "expected"), [("none", 2), ("int8", 3)])
 def test_what_is_drafted_by_itself_suits_the_weights(
     quantization: str, expected: int, sample: Samples
 ) -> None:
