@@ -28,6 +28,7 @@ from engine.kernels.attention_tiles import (
     STATE_BYTES,
     VALUE_DIMS,
     add_values,
+    ask_for,
     stack_bytes,
     transpose_keys,
     weigh_keys,
@@ -39,6 +40,8 @@ from engine.kernels.vectors import floats_at, ints_at, longs_at, next_number
 _MAX_QUERIES: Final = 28
 _MAX_HEAD_SIZE: Final = 128
 _LOG2_E: Final = 1.4426950408889634
+# Bytes that memory is read in.
+_LINE: Final = 64
 # Lanes of a register: keys that are turned into columns at a time, and words of them.
 _BLOCK: Final = 16
 # Where a piece's numbers are on its thread's stack.
@@ -200,6 +203,7 @@ def _find(ring_start, ring_length, head_size, keys, values, chunk, first, end, s
     """Put the addresses of a chunk's keys and values on the stack.
 
     Before the first frame and behind the last one stand these two again: nothing else is read.
+    Memory is asked for the values, which come after the keys, and for the next chunk's keys.
     """
     key_addresses = carray(longs_at(stack + _KEYS_AT), CHUNK)
     value_addresses = carray(longs_at(stack + _VALUES_AT), CHUNK)
@@ -208,6 +212,9 @@ def _find(ring_start, ring_length, head_size, keys, values, chunk, first, end, s
         at = 2 * (ring_start + place) * head_size
         key_addresses[i] = keys + at
         value_addresses[i] = values + at
+        for line in range(at, at + 2 * head_size, _LINE):
+            ask_for(values + line)
+            ask_for(keys + line + 2 * CHUNK * head_size)
         if first <= chunk + i < end - 1:
             place += 1
             if place == ring_length:
@@ -222,7 +229,6 @@ def _attend_to_chunk(num_queries, head_size, first_frame, used, used_end, stack)
             transpose_keys(
                 stack + _KEYS_AT + 8 * key,
                 4 * word,
-                0,
                 stack + _COLUMNS_AT + 4 * (word * CHUNK + key),
             )
     query = 0

@@ -57,15 +57,12 @@ NO_SCORE: Final = -1e30
 
 
 @intrinsic
-def transpose_keys(
-    typing_context: Any, keys: Any, key_bytes_at: Any, ahead: Any, columns: Any
-) -> Any:
+def transpose_keys(typing_context: Any, keys: Any, words_at: Any, columns: Any) -> Any:
     """Write 16 words of each of 16 keys as columns: rows of `CHUNK` words, of which 16.
 
     Args:
         keys: where the addresses of the 16 keys are, int64.
-        key_bytes_at: where in each key the words are, in bytes.
-        ahead: so many bytes behind each word memory is asked for what comes next.
+        words_at: where in each key the words are, in bytes.
         columns: (16, CHUNK) words, of which the first 16 of each row are written.
     """
 
@@ -73,15 +70,14 @@ def transpose_keys(
         _generate_transpose(builder, *args)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 3), generate
 
 
-def _generate_transpose(builder: Any, keys: Any, at: Any, ahead: Any, columns: Any) -> None:
+def _generate_transpose(builder: Any, keys: Any, at: Any, columns: Any) -> None:
     rows = []
     for i in range(_LANES):
         key = builder.load(builder.inttoptr(offset(builder, keys, 8 * i), _I64.as_pointer()))
         address = builder.add(key, at)
-        prefetch(builder, builder.add(address, ahead))
         rows.append(load(builder, address, WORDS))
     # Swap the blocks off the diagonal: of 8 by 8 words, then of 4 by 4 in each block, and so on.
     for size in (8, 4, 2, 1):
@@ -301,6 +297,17 @@ def _generate_values(
     for row, results in zip(places, sums, strict=True):
         for place, result in zip(row, results, strict=True):
             _store(builder, result, place)
+
+
+@intrinsic
+def ask_for(typing_context: Any, address: Any) -> Any:
+    """Ask for a line of memory to be read, into the second cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @intrinsic
