@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -294,6 +295,8 @@ def _parts(builder: Any, vector: Any, lanes: int) -> Sequence[Any]:
 
 def _vnni_lanes() -> int | None:
     """Return how many sums the processor's dot product of bytes has, or None if it has none."""
+    if numba.config.CPU_NAME is not None:
+        return None  # Numba was told to compile for another processor than this one
     features = llvmlite.binding.get_host_cpu_features()
     if features.get("avx512vnni"):
         return 16
