@@ -56,8 +56,8 @@ class Kernel:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_cache_folder())
         try:
             return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
-        except RuntimeError as err:  # neither this folder nor another can be written
-            logger.warning("%s is compiled anew at each start: %s", self._function.__name__, err)
+        except Exception as err:  # no folder can be written, or what lies there is damaged
+            logger.warning("%s is compiled anew at each start: %r", self._function.__name__, err)
             return numba.cfunc(_SIGNATURE, **self._options)(self._function)
         finally:
             numba.config.CACHE_DIR = before

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,21 @@ def draw_all(block: Any) -> None:
     while number < args[1]:
         drawn[number] += 1
         number = next_number(block)
+
+
+def test_a_damaged_cache_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parallel, "_cache_folder", lambda: tmp_path)
+    drawn = np.zeros(10, np.int32)
+    Kernel(draw_all._function)(10, drawn.ctypes.data)
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) == 2 and not caplog.records
+    for path in kept:
+        path.write_text("garbage")
+    Kernel(draw_all._function)(10, drawn.ctypes.data)
+    assert (drawn == 2).all()
+    assert "compiled anew" in caplog.text
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
