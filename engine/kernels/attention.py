@@ -34,7 +34,7 @@ from engine.kernels.attention_tiles import (
     weigh_keys,
 )
 from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import floats_at, ints_at, longs_at, next_number
+from engine.kernels.vectors import floats_at, ints_at, longs_at, next_number, tile_rows
 
 # The most queries of a piece of work: their sums and weights fit the first cache.
 _MAX_QUERIES: Final = 28
@@ -233,22 +233,14 @@ def _attend_to_chunk(num_queries, head_size, first_frame, used, used_end, stack)
             )
     query = 0
     while query < num_queries:
-        count = _tile_queries(num_queries - query)
+        count = tile_rows(num_queries - query, MAX_TILE_QUERIES)
+        queries = stack + 4 * query * head_size
         weights = stack + _WEIGHTS_AT + 4 * CHUNK * query
         states = stack + _STATES_AT + STATE_BYTES * query
-        _weigh(
-            count,
-            stack + 4 * query * head_size,
-            head_size,
-            stack + _COLUMNS_AT,
-            first_frame,
-            states,
-            weights,
-        )
+        weigh_keys(queries, head_size, stack + _COLUMNS_AT, first_frame, states, weights, count)
         for dim in range(0, head_size, VALUE_DIMS):
             sums = stack + _SUMS_AT + 4 * (query * head_size + dim)
-            _add(
-                count,
+            add_values(
                 weights,
                 stack + _VALUES_AT,
                 2 * dim,
@@ -257,49 +249,9 @@ def _attend_to_chunk(num_queries, head_size, first_frame, used, used_end, stack)
                 states,
                 sums,
                 4 * head_size,
+                count,
             )
         query += count
-
-
-@njit
-def _weigh(count, queries, head_size, columns, first_frame, states, weights):  # type: ignore[no-untyped-def]
-    """Call `weigh_keys` for `count` queries."""
-    if count == 1:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 1)
-    elif count == 2:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 2)
-    elif count == 3:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 3)
-    elif count == 4:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 4)
-    elif count == 5:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 5)
-    else:
-        weigh_keys(queries, head_size, columns, first_frame, states, weights, 6)
-
-
-@njit
-def _add(count, weights, values, at, first, end, states, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Call `add_values` for `count` queries."""
-    if count == 1:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 1)
-    elif count == 2:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 2)
-    elif count == 3:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 3)
-    elif count == 4:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 4)
-    elif count == 5:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 5)
-    else:
-        add_values(weights, values, at, first, end, states, out, out_bytes, 6)
-
-
-@njit
-def _tile_queries(num_left: int) -> int:
-    """Return how many queries to take next. 8 are 4 and 4 then, not 6 and 2."""
-    num_tiles = (num_left + MAX_TILE_QUERIES - 1) // MAX_TILE_QUERIES
-    return (num_left + num_tiles - 1) // num_tiles
 
 
 @njit

@@ -28,9 +28,11 @@ from numba.extending import intrinsic
 from engine.kernels.vectors import (
     FLOATS,
     WORDS,
-    call,
     even_and_odd,
+    for_count,
     load,
+    loop,
+    multiply_add,
     offset,
     prefetch,
 )
@@ -115,29 +117,24 @@ def weigh_keys(
         first_frame: the chunk's first frame, as the states count them.
         states: (q, STATE_BYTES).
         weights: (q, CHUNK) float32, to be written.
-        num_queries: q, a literal.
+        num_queries: q, at least 1.
     """
-    if not isinstance(num_queries, types.IntegerLiteral):
-        return None
-    count = num_queries.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _generate_weights(builder, count, *args[:-1])
+        *others, count = args
+        for_count(
+            builder,
+            count,
+            MAX_TILE_QUERIES,
+            lambda count: _generate_weights(builder, count, others),
+        )
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6, num_queries), generate
+    return types.void(*[types.int64] * 7), generate
 
 
-def _generate_weights(
-    builder: Any,
-    count: int,
-    queries: Any,
-    head_size: Any,
-    columns: Any,
-    first_frame: Any,
-    states: Any,
-    weights: Any,
-) -> None:
+def _generate_weights(builder: Any, count: int, args: Sequence[Any]) -> None:
+    queries, head_size, columns, first_frame, states, weights = args
     query_bytes = builder.mul(head_size, ir.Constant(_I64, 4))
     query_rows = [
         builder.add(queries, builder.mul(query_bytes, ir.Constant(_I64, i))) for i in range(count)
@@ -156,12 +153,12 @@ def _generate_weights(
             for row, query in zip(added, query_rows, strict=True):
                 number = _splat_at(builder, builder.add(query, query_at), 4 * half, _FLOAT)
                 for part in range(_PARTS):
-                    row[part] = _multiply_add(builder, number, keys[part][half], row[part])
+                    row[part] = multiply_add(builder, number, keys[part][half], row[part])
         return added
 
     zeros = [[_floats(0)] * _PARTS] * count
     half_size = builder.lshr(head_size, ir.Constant(_I64, 1))
-    sums = _loop(builder, ir.Constant(_I64, 0), half_size, zeros, step)
+    sums = loop(builder, ir.Constant(_I64, 0), half_size, zeros, step)
     first = _splat(builder, builder.trunc(first_frame, _I32))
     frames = [
         builder.add(first, _words(range(_LANES * part, _LANES * (part + 1))))
@@ -235,31 +232,21 @@ def add_values(
         states: (q, STATE_BYTES).
         out: (q, VALUE_DIMS) float32, the sums.
         out_bytes: from one query's sums to the next one's.
-        num_queries: q, a literal.
+        num_queries: q, at least 1.
     """
-    if not isinstance(num_queries, types.IntegerLiteral):
-        return None
-    count = num_queries.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _generate_values(builder, count, *args[:-1])
+        *others, count = args
+        for_count(
+            builder, count, MAX_TILE_QUERIES, lambda count: _generate_values(builder, count, others)
+        )
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, num_queries), generate
+    return types.void(*[types.int64] * 9), generate
 
 
-def _generate_values(
-    builder: Any,
-    count: int,
-    weights: Any,
-    values: Any,
-    values_at: Any,
-    first: Any,
-    end: Any,
-    states: Any,
-    out: Any,
-    out_bytes: Any,
-) -> None:
+def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
+    weights, values, values_at, first, end, states, out, out_bytes = args
     places = [
         [
             offset(
@@ -289,11 +276,11 @@ def _generate_values(
         for i, row in enumerate(sums):
             weight = _splat_at(builder, weight_at, 4 * CHUNK * i, _FLOAT)
             added.append(
-                [_multiply_add(builder, weight, *pair) for pair in zip(numbers, row, strict=True)]
+                [multiply_add(builder, weight, *pair) for pair in zip(numbers, row, strict=True)]
             )
         return added
 
-    sums = _loop(builder, first, end, before, step)
+    sums = loop(builder, first, end, before, step)
     for row, results in zip(places, sums, strict=True):
         for place, result in zip(row, results, strict=True):
             _store(builder, result, place)
@@ -326,27 +313,6 @@ def stack_bytes(typing_context: Any, num_bytes: Any) -> Any:
     return types.int64(num_bytes), generate
 
 
-def _loop(builder: Any, first: Any, end: Any, starts: Any, step: Any) -> list[list[Any]]:
-    """Carry rows of registers through step(i, rows) for i from first to end, at least once."""
-    before = builder.block
-    loop, after = (builder.append_basic_block(name) for name in ("step", "stepped"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    at = builder.phi(_I64)
-    at.add_incoming(first, before)
-    carried = [[builder.phi(start.type) for start in row] for row in starts]
-    results: list[list[Any]] = step(at, carried)
-    following = builder.add(at, ir.Constant(_I64, 1))
-    at.add_incoming(following, loop)
-    for phis, row, row_results in zip(carried, starts, results, strict=True):
-        for phi, start, result in zip(phis, row, row_results, strict=True):
-            phi.add_incoming(start, before)
-            phi.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
-    builder.position_at_end(after)
-    return results
-
-
 def _power_of_2(builder: Any, x: Any) -> Any:
     """Return 2 to the power of x, of numbers up to 0; from -126 down always the same.
 
@@ -360,7 +326,7 @@ def _power_of_2(builder: Any, x: Any) -> Any:
     fraction = builder.fsub(x, builder.fsub(rounded, rounder))
     result = _floats(_POWER_COEFFICIENTS[-1])
     for coefficient in reversed(_POWER_COEFFICIENTS[:-1]):
-        result = _multiply_add(builder, result, fraction, _floats(coefficient))
+        result = multiply_add(builder, result, fraction, _floats(coefficient))
     # A whole number becomes a power of 2 as a float's exponent.
     exponent = builder.add(builder.bitcast(rounded, WORDS), _words([127] * _LANES))
     power = builder.bitcast(builder.shl(exponent, _words([23] * _LANES)), FLOATS)
@@ -380,10 +346,6 @@ _POWER_COEFFICIENTS: Final = (
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
-
-
-def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return call(builder, "llvm.fmuladd.v16f32", FLOATS, x, y, z)
 
 
 def _shuffle(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:

@@ -28,6 +28,7 @@ from engine.kernels.vectors import (
     int8_tile,
     ints_at,
     next_number,
+    tile_rows,
     words_at,
 )
 
@@ -191,25 +192,6 @@ def _spread_row(row, in_dim, x_at, spread_at):  # type: ignore[no-untyped-def]
             spread[first + _HALF_STEP + i] = uint32(x[first + 2 * i + 1]) << uint32(16)
 
 
-@njit
-def _multiply_int8(count, weights, in_bytes, x, ahead, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Multiply a tile's weight rows with `count` input rows."""
-    if count == 1:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 1)
-    elif count == 2:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 2)
-    elif count == 3:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 3)
-    elif count == 4:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 4)
-    elif count == 5:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 5)
-    elif count == 6:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 6)
-    else:
-        int8_tile(weights, in_bytes, x, in_bytes, ahead, out, out_bytes, _WEIGHTS, 7)
-
-
 @Kernel
 def _int8_linear(block: Any) -> None:
     args = carray(block, 16)
@@ -232,15 +214,24 @@ def _int8_linear(block: Any) -> None:
         end = min(first + drawn, whole_out_dim)
         row = 0
         while row < num_rows:
-            count = _tile_rows(num_rows - row, _INT8_INPUTS)
+            count = tile_rows(num_rows - row, _INT8_INPUTS)
             # The first tile asks memory for the weights that come next.
             ahead = _AHEAD_BYTES if row == 0 else 0
             inputs = x + row * in_dim
             for i in range(first, end, _WEIGHTS):
                 # Sums are written where the results will stand.
                 at = out + 4 * (row * whole_out_dim + i)
-                _multiply_int8(
-                    count, weights + i * in_dim, in_dim, inputs, ahead, at, 4 * whole_out_dim
+                int8_tile(
+                    weights + i * in_dim,
+                    in_dim,
+                    inputs,
+                    in_dim,
+                    ahead,
+                    at,
+                    4 * whole_out_dim,
+                    _WEIGHTS,
+                    count,
+                    _INT8_INPUTS,
                 )
             row += count
         for row in range(num_rows):
@@ -264,15 +255,20 @@ def _multiply_bfloat16(count, weights, in_bytes, x, ahead, out, out_bytes):  # t
         # One input row leaves time to spare: a weight row after the other, straight through.
         for i in range(_WEIGHTS):
             row = weights + i * in_bytes
-            bfloat16_tile(row, in_bytes, x, x_bytes, _AHEAD_BYTES, out + 4 * i, out_bytes, 1, 1)
-    elif count == 2:
-        bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 2)
-    elif count == 3:
-        bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 3)
-    elif count == 4:
-        bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 4)
+            bfloat16_tile(row, in_bytes, x, x_bytes, _AHEAD_BYTES, out + 4 * i, out_bytes, 1, 1, 1)
     else:
-        bfloat16_tile(weights, in_bytes, x, x_bytes, ahead, out, out_bytes, _WEIGHTS, 5)
+        bfloat16_tile(
+            weights,
+            in_bytes,
+            x,
+            x_bytes,
+            ahead,
+            out,
+            out_bytes,
+            _WEIGHTS,
+            count,
+            _BFLOAT16_INPUTS,
+        )
 
 
 @Kernel
@@ -294,7 +290,7 @@ def _bfloat16_linear(block: Any) -> None:
     while first < out_dim:
         row = 0
         while row < num_rows:
-            count = _tile_rows(num_rows - row, _BFLOAT16_INPUTS)
+            count = tile_rows(num_rows - row, _BFLOAT16_INPUTS)
             ahead = _WEIGHTS * in_bytes if row == 0 else 0
             inputs = x + row * 4 * in_dim
             for i in range(first, min(first + drawn, out_dim), _WEIGHTS):
@@ -310,10 +306,3 @@ def _bfloat16_linear(block: Any) -> None:
 def _drawn(out_dim: int) -> int:
     """Return how many weight rows a thread draws at a time: of small layers, a sixteenth."""
     return min(_DRAWN, max(out_dim // 16 // _WEIGHTS, 1) * _WEIGHTS)
-
-
-@njit
-def _tile_rows(num_left: int, most: int) -> int:
-    """Return how many input rows to take next. 8 are 4 and 4 then, not 7 and 1."""
-    num_tiles = (num_left + most - 1) // most
-    return (num_left + num_tiles - 1) // num_tiles

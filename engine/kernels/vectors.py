@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import llvmlite.binding
 import numba
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -158,7 +158,7 @@ class _Halves:
 
     def add(self, builder: Any, sums: Any, inputs: Any, weight: Any) -> Any:
         for pair in zip(inputs, weight, strict=True):
-            sums = call(builder, "llvm.fmuladd.v16f32", FLOATS, *pair, sums)
+            sums = multiply_add(builder, *pair, sums)
         return sums
 
     def total(self, builder: Any, sums: Any) -> Any:
@@ -181,33 +181,36 @@ def _tile(products: _Products) -> Callable[..., Any]:
         out_bytes: Any,
         num_weights: Any,
         num_inputs: Any,
+        most_inputs: Any,
     ) -> Any:
+        """Write the sums of `num_weights` weight rows, a literal, and `num_inputs` input rows.
+
+        Args:
+            ahead: how far ahead of a weight row memory is asked for, in bytes.
+            most_inputs: the most input rows there can be, a literal.
+        """
         if not isinstance(num_weights, types.IntegerLiteral):
             return None
-        shape = num_weights.literal_value, num_inputs.literal_value
+        count, most = num_weights.literal_value, most_inputs.literal_value
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _generate_tile(builder, products, shape, *args[:7])
+            for_count(
+                builder,
+                args[8],
+                most,
+                lambda num_inputs: _generate_tile(builder, products, (count, num_inputs), args[:7]),
+            )
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7, num_weights, num_inputs), generate
+        return types.void(*[types.int64] * 7, num_weights, types.int64, most_inputs), generate
 
     return tile
 
 
 def _generate_tile(
-    builder: Any,
-    products: _Products,
-    shape: tuple[int, int],
-    weights: Any,
-    weight_bytes: Any,
-    inputs: Any,
-    input_bytes: Any,
-    ahead: Any,
-    out: Any,
-    out_bytes: Any,
+    builder: Any, products: _Products, shape: tuple[int, int], args: Sequence[Any]
 ) -> None:
-    """Write the sums of `num_weights` neighbouring weight rows and `num_inputs` input rows."""
+    weights, weight_bytes, inputs, input_bytes, ahead, out, out_bytes = args
     num_weights, num_inputs = shape
 
     def rows(address: Any, num_bytes: Any, count: int) -> list[Any]:
@@ -217,37 +220,81 @@ def _generate_tile(
     apart = ir.Constant(_I64, STEP_BYTES) if products.is_interleaved else weight_bytes
     weight_rows = rows(weights, apart, num_weights)
     input_rows = rows(inputs, input_bytes, num_inputs)
-    before = builder.block
-    loop, after = (builder.append_basic_block(name) for name in ("step", "stepped"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    at = builder.phi(_I64)
-    at.add_incoming(ir.Constant(_I64, 0), before)
-    sums = [[builder.phi(products.sums) for _ in input_rows] for _ in weight_rows]
     taking_turns = num_weights if products.is_interleaved else 1
-    weight_at = builder.mul(at, ir.Constant(_I64, taking_turns))
-    input_at = builder.mul(at, ir.Constant(_I64, products.input_bytes // STEP_BYTES))
-    loaded = [products.load_input(builder, builder.add(row, input_at)) for row in input_rows]
-    added = []
-    for row, row_sums in zip(weight_rows, sums, strict=True):
-        address = builder.add(row, weight_at)
-        prefetch(builder, builder.add(address, ahead))
-        weight = products.load_weight(builder, address)
-        added.append(
-            [products.add(builder, *pair, weight) for pair in zip(row_sums, loaded, strict=True)]
-        )
-    following = builder.add(at, ir.Constant(_I64, STEP_BYTES))
-    at.add_incoming(following, loop)
-    zeros = ir.Constant(products.sums, [0] * products.sums.count)
-    for phi, result in zip(sum(sums, []), sum(added, []), strict=True):
-        phi.add_incoming(zeros, before)
-        phi.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed("<", following, weight_bytes), loop, after)
-    builder.position_at_end(after)
-    for row, row_sums in zip(rows(out, ir.Constant(_I64, 4), num_weights), added, strict=True):
+
+    def step(at: Any, sums: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Add the products of a step, `at` bytes into each weight row."""
+        weight_at = builder.mul(at, ir.Constant(_I64, taking_turns))
+        input_at = builder.mul(at, ir.Constant(_I64, products.input_bytes // STEP_BYTES))
+        loaded = [products.load_input(builder, builder.add(row, input_at)) for row in input_rows]
+        added = []
+        for row, row_sums in zip(weight_rows, sums, strict=True):
+            address = builder.add(row, weight_at)
+            prefetch(builder, builder.add(address, ahead))
+            weight = products.load_weight(builder, address)
+            pairs = zip(row_sums, loaded, strict=True)
+            added.append([products.add(builder, *pair, weight) for pair in pairs])
+        return added
+
+    zeros = [[ir.Constant(products.sums, [0] * products.sums.count)] * num_inputs] * num_weights
+    sums = loop(builder, ir.Constant(_I64, 0), weight_bytes, zeros, step, by=STEP_BYTES)
+    for row, row_sums in zip(rows(out, ir.Constant(_I64, 4), num_weights), sums, strict=True):
         for address, result in zip(rows(row, out_bytes, num_inputs), row_sums, strict=True):
             total = products.total(builder, result)
             builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
+
+
+@njit
+def tile_rows(num_left: int, most: int) -> int:
+    """Return how many rows a tile takes next. Of 8, at most 7, they are 4 and 4, not 7 and 1."""
+    num_tiles = (num_left + most - 1) // most
+    return (num_left + num_tiles - 1) // num_tiles
+
+
+def for_count(builder: Any, count: Any, most: int, generate: Callable[[int], None]) -> None:
+    """Generate code for each count from 1 to `most`, of which the one for `count` runs.
+
+    Registers have no numbers at run time: what keeps sums of several rows in them is generated for
+    each number of rows.
+    """
+    counts = range(1, most + 1)
+    blocks = [builder.append_basic_block(f"for_{number}") for number in counts]
+    after = builder.append_basic_block("chosen")
+    choice = builder.switch(count, blocks[-1])
+    for number, block in zip(counts, blocks, strict=True):
+        choice.add_case(ir.Constant(_I64, number), block)
+        builder.position_at_end(block)
+        generate(number)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def loop(
+    builder: Any, first: Any, end: Any, starts: Any, step: Callable[..., Any], *, by: int = 1
+) -> list[list[Any]]:
+    """Carry rows of registers through step(i, rows) for i from first to end, at least once."""
+    before = builder.block
+    body, after = (builder.append_basic_block(name) for name in ("step", "stepped"))
+    builder.branch(body)
+    builder.position_at_end(body)
+    at = builder.phi(_I64)
+    at.add_incoming(first, before)
+    carried = [[builder.phi(start.type) for start in row] for row in starts]
+    results: list[list[Any]] = step(at, carried)
+    following = offset(builder, at, by)
+    at.add_incoming(following, body)
+    for phis, row, row_results in zip(carried, starts, results, strict=True):
+        for phi, start, result in zip(phis, row, row_results, strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(result, body)
+    builder.cbranch(builder.icmp_signed("<", following, end), body, after)
+    builder.position_at_end(after)
+    return results
+
+
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return x * y + z of vectors of floats."""
+    return call(builder, "llvm.fmuladd.v16f32", FLOATS, x, y, z)
 
 
 def prefetch(builder: Any, address: Any) -> None:

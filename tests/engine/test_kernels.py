@@ -79,14 +79,14 @@ def test_a_norm_is_that_of_float64(shape: tuple[int, int]) -> None:
 def native_tile(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3)
+        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3, 3)
 
 
 @Kernel
 def tile_without_vnni(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3)
+        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3, 3)
 
 
 @pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])
