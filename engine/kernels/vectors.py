@@ -7,7 +7,7 @@ rows, whose sums stay in registers while the rows are read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import llvmlite.binding
@@ -24,6 +24,22 @@ _VOID = ir.VoidType()
 STEP_BYTES: Final = 64
 WORDS: Final = ir.VectorType(_I32, STEP_BYTES // 4)
 FLOATS: Final = ir.VectorType(_FLOAT, STEP_BYTES // 4)
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+_HALVES: Final = ir.VectorType(_Bfloat16(), STEP_BYTES // 2)
 
 
 def _pointer(numba_type: types.Type, kind: ir.Type) -> Callable[..., Any]:
@@ -139,7 +155,27 @@ class _Bytes:
 
 
 class _Halves:
-    """Weights bfloat16, inputs and sums float32.
+    """Weights and inputs bfloat16, sums float32, by the processor's own dot product."""
+
+    is_interleaved = False
+    input_bytes = STEP_BYTES
+    sums = FLOATS
+
+    def load_input(self, builder: Any, address: Any) -> Any:
+        return builder.bitcast(load(builder, address, WORDS), _HALVES)
+
+    load_weight = load_input
+
+    def add(self, builder: Any, sums: Any, inputs: Any, weight: Any) -> Any:
+        # Two products to each lane.
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, inputs, weight)
+
+    def total(self, builder: Any, sums: Any) -> Any:
+        return _sum_of_floats(builder, sums)
+
+
+class _SpreadHalves:
+    """The same with what every processor has: weights bfloat16, inputs and sums float32.
 
     A step's inputs stand apart: those of even positions, then those of odd ones, since a word of
     two weights becomes floats by a shift and a mask.
@@ -162,11 +198,15 @@ class _Halves:
         return sums
 
     def total(self, builder: Any, sums: Any) -> Any:
-        name = f"llvm.vector.reduce.fadd.v{FLOATS.count}f32"
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, FLOATS])
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        zero = ir.Constant(_FLOAT, -0.0)
-        return builder.call(function, (zero, sums), fastmath=("reassoc",))
+        return _sum_of_floats(builder, sums)
+
+
+def _sum_of_floats(builder: Any, floats: Any) -> Any:
+    name = f"llvm.vector.reduce.fadd.v{FLOATS.count}f32"
+    kind = ir.FunctionType(_FLOAT, [_FLOAT, FLOATS])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    zero = ir.Constant(_FLOAT, -0.0)
+    return builder.call(function, (zero, floats), fastmath=("reassoc",))
 
 
 def _tile(products: _Products) -> Callable[..., Any]:
@@ -340,16 +380,27 @@ def _parts(builder: Any, vector: Any, lanes: int) -> Sequence[Any]:
     ]
 
 
-def _vnni_lanes() -> int | None:
-    """Return how many sums the processor's dot product of bytes has, or None if it has none."""
+def _features() -> Mapping[str, bool]:
+    """Return what the processor can do; nothing special where Numba compiles for another one."""
     if numba.config.CPU_NAME is not None:
-        return None  # Numba was told to compile for another processor than this one
-    features = llvmlite.binding.get_host_cpu_features()
+        return {}
+    features: Mapping[str, bool] = llvmlite.binding.get_host_cpu_features()
+    return features
+
+
+def _vnni_lanes(features: Mapping[str, bool]) -> int | None:
+    """Return how many sums the processor's dot product of bytes has, or None if it has none."""
     if features.get("avx512vnni"):
         return 16
     return 8 if features.get("avxvnni") else None
 
 
-int8_tile = intrinsic(_tile(_Bytes(_vnni_lanes())))
+_FEATURES: Final = _features()
+_HALVES_PRODUCTS: Final = _Halves() if _FEATURES.get("avx512bf16") else _SpreadHalves()
+# Bytes of an input row that `bfloat16_tile` takes at once: as many as of a weight row where it
+# takes bfloat16, twice as many where it takes float32.
+BFLOAT16_INPUT_BYTES: Final = _HALVES_PRODUCTS.input_bytes
+
+int8_tile = intrinsic(_tile(_Bytes(_vnni_lanes(_FEATURES))))
 int8_tile_without_vnni = intrinsic(_tile(_Bytes(None)))
-bfloat16_tile = intrinsic(_tile(_Halves()))
+bfloat16_tile = intrinsic(_tile(_HALVES_PRODUCTS))

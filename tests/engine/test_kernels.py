@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +130,33 @@ def test_a_damaged_cache_is_as_good_as_none(
     assert "compiled anew" in caplog.text
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_each_number_is_drawn_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[1, 2, 3, 7])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for run in (parallel._run(), parallel._run_on_python_threads()):
-            monkeypatch.setattr(parallel, "_run", lambda run=run: run)
-            drawn = np.zeros(1000, np.int32)
-            draw_all(1000, drawn.ctypes.data)
-            assert (drawn == 1).all()
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_each_number_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in (parallel._run(), parallel._run_on_python_threads()):
+        monkeypatch.setattr(parallel, "_run", lambda run=run: run)
+        drawn = np.zeros(1000, np.int32)
+        draw_all(1000, drawn.ctypes.data)
+        assert (drawn == 1).all()
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("shape", [(4, 64), (20, 64), (1284, 320)], ids=str)
+def test_threads_share_out_all_weights(shape: tuple[int, int]) -> None:
+    """Even where there are fewer tiles than threads, or not the same number for each."""
+    values, x = torch.ones(shape, dtype=torch.int8), normal(3, shape[1])
+    weight, dense = Int8Tiles.of(values, torch.rand(shape[0]) + 0.1), normal(*shape).bfloat16()
+    products = int8_linear(x, weight, None), bfloat16_linear(x.bfloat16(), dense)
+    torch.set_num_threads(1)
+    expected = int8_linear(x, weight, None), bfloat16_linear(x.bfloat16(), dense)
+    assert all(map(torch.equal, products, expected))
 
 
 def test_pytorchs_own_threads_are_used() -> None:
