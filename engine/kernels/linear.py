@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, njit, uint8, uint32
+from numba import carray, float32, int32, njit, uint8, uint16, uint32
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -134,16 +134,24 @@ def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
 
 
 def fits_bfloat16_linear(weight: Tensor) -> bool:
-    """Whether the shape of a weight, (out, in) bfloat16, is one of whole tiles and steps."""
+    """Whether a weight, (out, in), lies on a CPU as bfloat16 in whole tiles and steps."""
     out_dim, in_dim = weight.shape
-    return out_dim % _WEIGHTS == 0 and 2 * in_dim % STEP_BYTES == 0 and weight.is_contiguous()
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.device.type == "cpu"
+        and out_dim % _WEIGHTS == 0
+        and 2 * in_dim % STEP_BYTES == 0
+        and weight.is_contiguous()
+    )
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply a few rows by bfloat16 weights, with sums in float32.
 
+    Where the processor has a dot product of bfloat16 numbers, rows are rounded to bfloat16 for it.
+
     Args:
-        x: (N, in) bfloat16.
+        x: (N, in) float32.
         weight: (out, in) bfloat16 that `fits_bfloat16_linear`.
 
     Returns:
@@ -151,14 +159,13 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     x = x.contiguous()
     num_rows, in_dim = x.shape
-    inputs = x if _HAS_DOT else torch.empty((num_rows, in_dim))
+    inputs = torch.empty((num_rows, in_dim), dtype=torch.bfloat16 if _HAS_DOT else torch.float32)
     out = torch.empty((num_rows, len(weight)))
     ranges = _ranges()
     _bfloat16_linear(
         *_NO_ROWS,
         len(ranges),
         num_rows,
-        0 if _HAS_DOT else num_rows,
         len(weight),
         in_dim,
         x.data_ptr(),
@@ -202,14 +209,21 @@ def _round_row(row, in_dim, whole_in_dim, x_at, rounded_at, steps_at):  # type: 
 
 
 @njit
-def _spread_row(row, in_dim, x_at, spread_at):  # type: ignore[no-untyped-def]
-    """Make float32 of a row, in the order in which a tile takes it."""
-    x = carray(halves_at(x_at + 2 * row * in_dim), in_dim)
-    spread = carray(words_at(spread_at + 4 * row * in_dim), in_dim)
-    for first in range(0, in_dim, 2 * _HALF_STEP):
-        for i in range(_HALF_STEP):
-            spread[first + i] = uint32(x[first + 2 * i]) << uint32(16)
-            spread[first + _HALF_STEP + i] = uint32(x[first + 2 * i + 1]) << uint32(16)
+def _halve_row(row, in_dim, x_at, inputs_at):  # type: ignore[no-untyped-def]
+    """Make what a tile takes of a row: bfloat16, or float32 in the order of its steps."""
+    x = carray(words_at(x_at + 4 * row * in_dim), in_dim)
+    if _HAS_DOT:
+        halves = carray(halves_at(inputs_at + 2 * row * in_dim), in_dim)
+        for i in range(in_dim):
+            # To the nearest, and of two as near to the even one.
+            odd = (x[i] >> uint32(16)) & uint32(1)
+            halves[i] = uint16((x[i] + uint32(0x7FFF) + odd) >> uint32(16))
+    else:
+        spread = carray(words_at(inputs_at + 4 * row * in_dim), in_dim)
+        for first in range(0, in_dim, 2 * _HALF_STEP):
+            for i in range(_HALF_STEP):
+                spread[first + i] = x[first + 2 * i]
+                spread[first + _HALF_STEP + i] = x[first + 2 * i + 1]
 
 
 @njit
@@ -323,22 +337,21 @@ def _multiply_bfloat16(count, weights, in_bytes, x, x_bytes, ahead, out, out_byt
 
 @Kernel
 def _bfloat16_linear(block: Any) -> None:
-    args = carray(block, 12)
-    num_ranges, num_rows, num_spread = args[3], args[4], args[5]
-    out_dim, in_dim = args[6], args[7]
-    x, weights, out = args[9], args[10], args[11]
+    args = carray(block, 11)
+    num_ranges, num_rows, out_dim, in_dim = args[3], args[4], args[5], args[6]
+    x, weights, out = args[8], args[9], args[10]
     in_bytes = 2 * in_dim
     x_bytes = in_bytes // STEP_BYTES * BFLOAT16_INPUT_BYTES
     drawn_rows, done_rows = counter_at(block, 1), counter_at(block, 2)
     row = next_number(drawn_rows)
-    while row < num_spread:
-        _spread_row(row, in_dim, args[8], x)
+    while row < num_rows:
+        _halve_row(row, in_dim, args[7], x)
         next_number(done_rows)
         row = next_number(drawn_rows)
-    while drawn_so_far(done_rows) < num_spread:
+    while drawn_so_far(done_rows) < num_rows:
         pass  # another thread has the last row
     own = next_number(block)
-    first, end, num_done = _next_rows(block, 12, num_ranges, own, 0, out_dim)
+    first, end, num_done = _next_rows(block, 11, num_ranges, own, 0, out_dim)
     while first < end:
         row = 0
         while row < num_rows:
@@ -351,4 +364,4 @@ def _bfloat16_linear(block: Any) -> None:
                     count, weights + i * in_bytes, in_bytes, inputs, x_bytes, ahead, to, 4 * out_dim
                 )
             row += count
-        first, end, num_done = _next_rows(block, 12, num_ranges, own, num_done, out_dim)
+        first, end, num_done = _next_rows(block, 11, num_ranges, own, num_done, out_dim)

@@ -64,21 +64,22 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A dense linear layer: weight (out, in), bias (out,) or None, in the dtype of its input."""
+    """A dense linear layer of weight (out, in), and bias (out,) or None, both of one dtype.
+
+    Rows may have another one; what comes out has theirs.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if (
-            len(x) <= MAX_BFLOAT16_ROWS
-            and x.dtype is torch.bfloat16
-            and x.device.type == "cpu"
-            and fits_bfloat16_linear(self.weight)
-        ):
-            out = bfloat16_linear(x, self.weight)
-            return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
-        return F.linear(x, self.weight, self.bias)
+        if len(x) <= MAX_BFLOAT16_ROWS and fits_bfloat16_linear(self.weight):
+            out = bfloat16_linear(x.float(), self.weight)
+            if self.bias is not None:
+                out.add_(self.bias)
+        else:
+            out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return out.to(x.dtype)
 
 
 def quantize(weights: Sequence[Tensor]) -> Int8Tiles:

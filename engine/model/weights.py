@@ -99,9 +99,9 @@ class _Builder:
         return tensor
 
     def norm(self, name: str, dim: int) -> Tensor:
-        """Return a norm's weight, in the dtype of activations: float32 between int8 layers."""
+        """Return a norm's weight, in the dtype of activations: on a CPU always float32."""
         tensor = self.tensor(name, dim)
-        return tensor.float() if self._is_int8 else tensor
+        return tensor.float() if self._device.type == "cpu" else tensor
 
     def linear(self, name: str, out_dim: int, in_dim: int) -> Linear:
         """Return a linear layer that stays dense."""

@@ -55,16 +55,28 @@ def test_rows_that_do_not_lie_together_are_read_as_they_are() -> None:
 @pytest.mark.parametrize("num_rows", range(1, MAX_BFLOAT16_ROWS + 1))
 @pytest.mark.parametrize("shape", [(4, 32), (36, 96), (1284, 320)], ids=str)
 def test_a_bfloat16_layer_sums_in_float32(shape: tuple[int, int], num_rows: int) -> None:
-    weight, x = normal(*shape).bfloat16(), normal(num_rows, shape[1], seed=1).bfloat16()
+    weight, x = normal(*shape).bfloat16(), normal(num_rows, shape[1], seed=1).bfloat16().float()
     assert fits_bfloat16_linear(weight)
     out = bfloat16_linear(x, weight)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
     assert torch.equal(out[:1], bfloat16_linear(x[:1], weight))  # a row doesn't know of others
 
 
+def test_rows_are_rounded_to_the_nearest_bfloat16_or_not_at_all() -> None:
+    step = 2.0**-7
+    row = [1 + step * part for part in (0, 0.49, 0.5, 0.51, 1.5, -0.3)] + [3e38, 1e-30]
+    x = torch.tensor(row * 4)[None] * torch.tensor([[1.0], [-1.0]])
+    out = bfloat16_linear(x, torch.eye(32, dtype=torch.bfloat16))
+    assert torch.equal(out, x.bfloat16().float()) or torch.equal(out, x)
+    no_number = bfloat16_linear(torch.full((1, 32), torch.nan), torch.eye(32).bfloat16())
+    assert no_number.isnan().all()
+
+
 def test_weights_of_other_shapes_are_left_to_pytorch() -> None:
-    fits = [fits_bfloat16_linear(torch.zeros(shape)) for shape in [(4, 32), (3, 32), (4, 31)]]
+    shapes = [(4, 32), (3, 32), (4, 31)]
+    fits = [fits_bfloat16_linear(torch.zeros(shape).bfloat16()) for shape in shapes]
     assert fits == [True, False, False]
+    assert not fits_bfloat16_linear(torch.zeros(4, 32))
 
 
 @pytest.mark.parametrize("shape", [(1, 3072), (5, 50), (64, 192)], ids=str)
@@ -153,9 +165,9 @@ def test_threads_share_out_all_weights(shape: tuple[int, int]) -> None:
     """Even where there are fewer tiles than threads, or not the same number for each."""
     values, x = torch.ones(shape, dtype=torch.int8), normal(3, shape[1])
     weight, dense = Int8Tiles.of(values, torch.rand(shape[0]) + 0.1), normal(*shape).bfloat16()
-    products = int8_linear(x, weight, None), bfloat16_linear(x.bfloat16(), dense)
+    products = int8_linear(x, weight, None), bfloat16_linear(x, dense)
     torch.set_num_threads(1)
-    expected = int8_linear(x, weight, None), bfloat16_linear(x.bfloat16(), dense)
+    expected = int8_linear(x, weight, None), bfloat16_linear(x, dense)
     assert all(map(torch.equal, products, expected))
 
 
