@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, njit, uint8, uint16, uint32
+from numba import carray, float32, int32, njit, uint8
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +28,7 @@ from engine.kernels.vectors import (
     halves_at,
     int8_tile,
     ints_at,
+    nearest_bfloat16,
     next_number,
     tile_rows,
     words_at,
@@ -215,9 +216,7 @@ def _halve_row(row, in_dim, x_at, inputs_at):  # type: ignore[no-untyped-def]
     if _HAS_DOT:
         halves = carray(halves_at(inputs_at + 2 * row * in_dim), in_dim)
         for i in range(in_dim):
-            # To the nearest, and of two as near to the even one.
-            odd = (x[i] >> uint32(16)) & uint32(1)
-            halves[i] = uint16((x[i] + uint32(0x7FFF) + odd) >> uint32(16))
+            halves[i] = nearest_bfloat16(x[i])
     else:
         spread = carray(words_at(inputs_at + 4 * row * in_dim), in_dim)
         for first in range(0, in_dim, 2 * _HALF_STEP):

@@ -285,6 +285,13 @@ def _generate_tile(
 
 
 @njit
+def nearest_bfloat16(bits):  # type: ignore[no-untyped-def]
+    """Round the bits of a float32 to the nearest bfloat16, and of two as near to the even one."""
+    odd = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16))
+
+
+@njit
 def tile_rows(num_left: int, most: int) -> int:
     """Return how many rows a tile takes next. Of 8, at most 7, they are 4 and 4, not 7 and 1."""
     num_tiles = (num_left + most - 1) // most

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.config import TransformerConfig
+from engine.kernels.attention import Windows
 from engine.kernels.norm import float32_rms_norm
+from engine.kernels.rope import rotate_and_store
 from engine.model.attention import AttentionBatch, LayerCache, paged_attention
 from engine.model.linear import Projection, Projections
 
@@ -75,8 +77,11 @@ def run_block(
     """
     h = rms_norm(x, block.attention_norm, config.norm_eps)
     q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in block.wqkv(h))
-    q, k = rotate(q, batch.rotations), rotate(k, batch.rotations)
-    cache.write(batch.slot_mapping, k, v)
+    if isinstance(batch.reads, Windows):
+        rotate_and_store(q, k, v, batch.rotations, batch.slot_mapping, cache.keys, cache.values)
+    else:
+        q, k = rotate(q, batch.rotations), rotate(k, batch.rotations)
+        cache.write(batch.slot_mapping, k, v)
     x = x + block.wo(paged_attention(q, cache, batch.reads).flatten(-2))
     h = rms_norm(x, block.ffn_norm, config.norm_eps)
     if scale_ffn_input is not None:

@@ -21,7 +21,9 @@ from engine.kernels.linear import (
 )
 from engine.kernels.norm import float32_rms_norm
 from engine.kernels.parallel import Kernel
+from engine.kernels.rope import rotate_and_store
 from engine.kernels.vectors import int8_tile, int8_tile_without_vnni, ints_at, next_number
+from engine.model.layers import rotate
 
 SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320)]
 
@@ -86,6 +88,25 @@ def test_a_norm_is_that_of_float64(shape: tuple[int, int]) -> None:
     out = float32_rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(out[-1:], float32_rms_norm(x[-1:], weight, 1e-5))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_rotated_keys_and_values_reach_their_slots(head_size: int) -> None:
+    """As PyTorch does it, where the three stand side by side in rows of one tensor."""
+    heads, kv_heads, slots = 6, 2, torch.tensor([9, 0, 4])
+    rows = normal(3, heads + 2 * kv_heads, head_size)
+    angles = torch.rand(3, 1, head_size // 2, generator=torch.Generator().manual_seed(1)) * 6
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    q, k, v = rows.clone().split((heads, kv_heads, kv_heads), dim=1)
+    keys, values = torch.full((2, kv_heads, 10, head_size), 7.0).bfloat16()
+    expected = [cache.clone() for cache in (keys, values)]
+    rotate_and_store(q, k, v, rotations, slots, keys, values)
+    turned = [rotate(part, rotations) for part in rows.split((heads, 2 * kv_heads), dim=1)]
+    torch.testing.assert_close(q, turned[0], rtol=0, atol=1e-6)
+    for cache, stored in zip(expected, (turned[1][:, :kv_heads], rows[:, -kv_heads:]), strict=True):
+        cache[:, slots] = stored.transpose(0, 1).bfloat16()
+    torch.testing.assert_close(keys.float(), expected[0].float(), rtol=2**-7, atol=1e-6)
+    assert torch.equal(values, expected[1])
 
 
 @Kernel
