@@ -173,7 +173,7 @@ class ModelRunner:
 
     def no_adapter_rows(self) -> Tensor:
         """Return (0, decoder dim): an empty queue of adapter outputs."""
-        return self._decoder.embedding.new_empty(0, self._config.decoder.dim)
+        return self._decoder.norm.new_empty(0, self._config.decoder.dim)
 
     @torch.inference_mode()
     def encode(self, jobs: Sequence[EncodeJob]) -> list[EncodeResult]:
