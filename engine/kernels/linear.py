@@ -46,9 +46,8 @@ MAX_BFLOAT16_ROWS: Final = (6 if _HAS_DOT else 2) * _BFLOAT16_INPUTS
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
 # 576 KiB, little enough for the second cache.
 _DRAWN: Final = 64
-# How far ahead of where it reads a thread asks for memory, at one row of bfloat16 and otherwise.
-_BFLOAT16_AHEAD_BYTES: Final = 4096
-_AHEAD_BYTES: Final = 8192
+# How far ahead of where it reads a thread asks for memory.
+_AHEAD_BYTES: Final = 4096
 # Two more counters, of input rows: how many were drawn to be converted, and how many are.
 _NO_ROWS: Final = (0, 0)
 # The byte that stands for 0 in an input.
@@ -315,10 +314,9 @@ def _multiply_bfloat16(count, weights, in_bytes, x, x_bytes, ahead, out, out_byt
     """Multiply a tile's weight rows with `count` input rows."""
     if count == 1:
         # One input row leaves time to spare: a weight row after the other, straight through.
-        ahead = _BFLOAT16_AHEAD_BYTES
         for i in range(_WEIGHTS):
             row = weights + i * in_bytes
-            bfloat16_tile(row, in_bytes, x, x_bytes, ahead, out + 4 * i, out_bytes, 1, 1, 1)
+            bfloat16_tile(row, in_bytes, x, x_bytes, _AHEAD_BYTES, out + 4 * i, out_bytes, 1, 1, 1)
     else:
         bfloat16_tile(
             weights,
