@@ -272,7 +272,7 @@ def _int8_linear(block: Any) -> None:
     scales = carray(floats_at(args[13]), out_dim)
     sums = carray(ints_at(args[14]), out_dim)
     own = next_number(block)
-    first, end, num_done = _next_rows(block, 17, num_ranges, own, 0, whole_out_dim)
+    first, end, num_done = _next_rows(block, len(args), num_ranges, own, 0, whole_out_dim)
     while first < end:
         row = 0
         while row < num_rows:
@@ -306,7 +306,9 @@ def _int8_linear(block: Any) -> None:
                 biases = carray(floats_at(bias), out_dim)
                 for i in range(first, min(end, out_dim)):
                     results[i] += biases[i]
-        first, end, num_done = _next_rows(block, 17, num_ranges, own, num_done, whole_out_dim)
+        first, end, num_done = _next_rows(
+            block, len(args), num_ranges, own, num_done, whole_out_dim
+        )
 
 
 @njit
@@ -348,7 +350,7 @@ def _bfloat16_linear(block: Any) -> None:
     while drawn_so_far(done_rows) < num_rows:
         pass  # another thread has the last row
     own = next_number(block)
-    first, end, num_done = _next_rows(block, 11, num_ranges, own, 0, out_dim)
+    first, end, num_done = _next_rows(block, len(args), num_ranges, own, 0, out_dim)
     while first < end:
         row = 0
         while row < num_rows:
@@ -361,4 +363,4 @@ def _bfloat16_linear(block: Any) -> None:
                     count, weights + i * in_bytes, in_bytes, inputs, x_bytes, ahead, to, 4 * out_dim
                 )
             row += count
-        first, end, num_done = _next_rows(block, 11, num_ranges, own, num_done, out_dim)
+        first, end, num_done = _next_rows(block, len(args), num_ranges, own, num_done, out_dim)

@@ -43,7 +43,7 @@ def rotate_and_store(
         keys: (K, slots, D) bfloat16 that `fits_windowed_attention`.
         values: the same.
     """
-    rotations = torch.view_as_real(rotations.resolve_conj()).contiguous()
+    rotations = torch.view_as_real(rotations).contiguous()
     num_kv_heads, num_slots, head_size = keys.shape
     _rotate_and_store(
         len(q),
