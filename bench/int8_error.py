@@ -23,7 +23,7 @@ from torch import Tensor
 from engine import Engine, EngineConfig
 from engine.audio.audio_file import read_audio
 from engine.config import SessionOptions
-from engine.model.layers import Block
+from engine.model.layers import Block, Stack
 from engine.model.linear import Each, Int8Linear, Linear, Projection, Projections, quantize
 from server.bundled import bundled_model
 
@@ -84,16 +84,19 @@ def compare(engine: Engine) -> ErrorSums:
             w2=compared(kinds["w2"], block.w2),
         )
 
+    def compared_stack(name: str, stack: Stack) -> Stack:
+        return replace(stack, blocks=tuple(compared_block(name, block) for block in stack.blocks))
+
     encoder, decoder = runner._encoder, runner._decoder
     runner._encoder = replace(
         encoder,
-        blocks=tuple(compared_block("encoder", block) for block in encoder.blocks),
+        stack=compared_stack("encoder", encoder.stack),
         adapter_in=compared("adapter", encoder.adapter_in),
         adapter_out=compared("adapter", encoder.adapter_out),
     )
     runner._decoder = replace(
         decoder,
-        blocks=tuple(compared_block("decoder", block) for block in decoder.blocks),
+        stack=compared_stack("decoder", decoder.stack),
         head=compared("head", decoder.head),
     )
     return sums

@@ -28,13 +28,12 @@ from engine.kernels.attention_tiles import (
     STATE_BYTES,
     VALUE_DIMS,
     add_values,
-    ask_for,
     stack_bytes,
     transpose_keys,
     weigh_keys,
 )
 from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import floats_at, ints_at, longs_at, next_number, tile_rows
+from engine.kernels.vectors import ask_for, floats_at, ints_at, longs_at, next_number, tile_rows
 
 # The most queries of a piece of work: their sums and weights fit the first cache.
 _MAX_QUERIES: Final = 28
@@ -110,8 +109,10 @@ def windowed_attention(q: Tensor, keys: Tensor, values: Tensor, windows: Windows
         (N, H, D) in the dtype of q.
     """
     num_kv_heads, num_slots, head_size = keys.shape
-    queries = q.float().contiguous()
-    out = torch.empty_like(queries)
+    queries = q.float()
+    if queries.stride()[1:] != (head_size, 1):
+        queries = queries.contiguous()
+    out = torch.empty(q.shape)
     _attend(
         len(windows.pieces) * num_kv_heads,
         num_kv_heads,
@@ -121,6 +122,7 @@ def windowed_attention(q: Tensor, keys: Tensor, values: Tensor, windows: Windows
         windows.frames.data_ptr(),
         windows.pieces.data_ptr(),
         queries.data_ptr(),
+        4 * queries.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
         out.data_ptr(),
@@ -130,38 +132,76 @@ def windowed_attention(q: Tensor, keys: Tensor, values: Tensor, windows: Windows
 
 @Kernel
 def _attend(block: Any) -> None:
-    args = carray(block, 12)
-    num_items, num_kv_heads, num_slots = args[1], args[2], args[3]
-    head_size, groups = args[4], args[5]
-    stack = stack_bytes(_STACK_BYTES)
+    args = carray(block, 13)
+    num_items, num_kv_heads = args[1], args[2]
     item = next_number(block)
     while item < num_items:
-        piece = carray(longs_at(args[7] + 32 * (item // num_kv_heads)), 4)
-        kv_head = item % num_kv_heads
-        row_bytes = 4 * num_kv_heads * groups * head_size
-        at = piece[0] * row_bytes + 4 * kv_head * groups * head_size
-        head_bytes = 2 * kv_head * num_slots * head_size
-        frames = args[6] + 24 * piece[0]
-        first, end = _span(piece[1], frames)
-        start = chunk = first // CHUNK * CHUNK
-        _start(piece[1], groups, head_size, args[8] + at, row_bytes, frames, start, stack)
-        while chunk < end:
-            _find(
-                piece[2],
-                piece[3],
-                head_size,
-                args[9] + head_bytes,
-                args[10] + head_bytes,
-                chunk,
-                first,
-                end,
-                stack,
-            )
-            used, used_end = max(first - chunk, 0), min(end - chunk, CHUNK)
-            _attend_to_chunk(piece[1] * groups, head_size, chunk - start, used, used_end, stack)
-            chunk += CHUNK
-        _finish(piece[1], groups, head_size, args[11] + at, row_bytes, stack)
+        attend_item(
+            item,
+            num_kv_heads,
+            args[3],
+            args[4],
+            args[5],
+            args[6],
+            args[7],
+            args[8],
+            args[9],
+            args[10],
+            args[11],
+            args[12],
+        )
         item = next_number(block)
+
+
+@njit
+def attend_item(  # type: ignore[no-untyped-def]
+    item,
+    num_kv_heads,
+    num_slots,
+    head_size,
+    groups,
+    frames,
+    pieces,
+    q,
+    q_row_bytes,
+    keys,
+    values,
+    out,
+):
+    """Attend from the rows of a piece, with the queries of one key/value head: one of all items.
+
+    Args:
+        item: the piece's number times the number of key/value heads, plus the head.
+        q: where queries are, float32, with a row every `q_row_bytes`.
+        out: where results are written, (N, H, D) float32.
+    """
+    stack = stack_bytes(_STACK_BYTES)
+    piece = carray(longs_at(pieces + 32 * (item // num_kv_heads)), 4)
+    kv_head = item % num_kv_heads
+    head_at = 4 * kv_head * groups * head_size
+    row_bytes = 4 * num_kv_heads * groups * head_size
+    head_bytes = 2 * kv_head * num_slots * head_size
+    reads = frames + 24 * piece[0]
+    first, end = _span(piece[1], reads)
+    start = chunk = first // CHUNK * CHUNK
+    queries = q + piece[0] * q_row_bytes + head_at
+    _start(piece[1], groups, head_size, queries, q_row_bytes, reads, start, stack)
+    while chunk < end:
+        _find(
+            piece[2],
+            piece[3],
+            head_size,
+            keys + head_bytes,
+            values + head_bytes,
+            chunk,
+            first,
+            end,
+            stack,
+        )
+        used, used_end = max(first - chunk, 0), min(end - chunk, CHUNK)
+        _attend_to_chunk(piece[1] * groups, head_size, chunk - start, used, used_end, stack)
+        chunk += CHUNK
+    _finish(piece[1], groups, head_size, out + piece[0] * row_bytes + head_at, row_bytes, stack)
 
 
 @njit

@@ -34,7 +34,6 @@ from engine.kernels.vectors import (
     loop,
     multiply_add,
     offset,
-    prefetch,
 )
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
@@ -287,17 +286,6 @@ def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
 
 
 @intrinsic
-def ask_for(typing_context: Any, address: Any) -> Any:
-    """Ask for a line of memory to be read, into the second cache."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
 def stack_bytes(typing_context: Any, num_bytes: Any) -> Any:
     """Return the address of so many bytes, a literal, that last as long as the kernel's call."""
     if not isinstance(num_bytes, types.IntegerLiteral):
@@ -324,8 +312,8 @@ def _power_of_2(builder: Any, x: Any) -> Any:
     rounder = _floats(1.5 * 2**23)
     rounded = builder.fadd(x, rounder)
     fraction = builder.fsub(x, builder.fsub(rounded, rounder))
-    result = _floats(_POWER_COEFFICIENTS[-1])
-    for coefficient in reversed(_POWER_COEFFICIENTS[:-1]):
+    result = _floats(POWER_COEFFICIENTS[-1])
+    for coefficient in reversed(POWER_COEFFICIENTS[:-1]):
         result = multiply_add(builder, result, fraction, _floats(coefficient))
     # A whole number becomes a power of 2 as a float's exponent.
     exponent = builder.add(builder.bitcast(rounded, WORDS), _words([127] * _LANES))
@@ -334,7 +322,7 @@ def _power_of_2(builder: Any, x: Any) -> Any:
 
 
 # Of the polynomial that is nearest to 2^x between -1/2 and 1/2, relatively; 1 at 0.
-_POWER_COEFFICIENTS: Final = (
+POWER_COEFFICIENTS: Final = (
     1.0,
     0.693146978,
     0.240222421,

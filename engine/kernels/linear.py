@@ -8,6 +8,7 @@ multiplied again with the next few while they are in the second cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,40 +21,63 @@ from engine.kernels.parallel import Kernel
 from engine.kernels.vectors import (
     BFLOAT16_INPUT_BYTES,
     STEP_BYTES,
-    bfloat16_tile,
+    TILE_WEIGHTS,
+    address_of,
+    ask_for,
     bytes_at,
+    count_done,
     counter_at,
     drawn_so_far,
     floats_at,
     halves_at,
-    int8_tile,
     ints_at,
+    longs_at,
+    make_bfloat16_tile,
+    make_int8_tile,
     nearest_bfloat16,
     next_number,
     tile_rows,
     words_at,
 )
 
-# Weight rows of a tile.
-_WEIGHTS: Final = 4
-# The most input rows of a tile, whose sums fit the registers of AVX-512.
-_INT8_INPUTS: Final = 7
+# The most input rows of a tile, whose sums fit the registers of AVX-512 beside what is multiplied;
+# one more, and the compiler keeps some of them in memory, at half the speed.
+_INT8_INPUTS: Final = 6
+# Of so many rows sums fit for half a tile's weight rows: those are read once, then, not twice.
+_INT8_INPUTS_OF_HALF: Final = 10
 # Without the processor's own dot product a weight takes two registers.
 _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
-_BFLOAT16_INPUTS: Final = 7 if _HAS_DOT else 5
+_BFLOAT16_INPUTS: Final = 6 if _HAS_DOT else 5
+_BFLOAT16_INPUTS_OF_HALF: Final = 10 if _HAS_DOT else 5
 # Up to so many rows `bfloat16_linear` is faster than PyTorch's product: some tiles.
-MAX_BFLOAT16_ROWS: Final = (6 if _HAS_DOT else 2) * _BFLOAT16_INPUTS
+MAX_BFLOAT16_ROWS: Final = 42 if _HAS_DOT else 10
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
 # 576 KiB, little enough for the second cache.
 _DRAWN: Final = 64
 # How far ahead of where it reads a thread asks for memory.
 _AHEAD_BYTES: Final = 4096
-# Two more counters, of input rows: how many were drawn to be converted, and how many are.
-_NO_ROWS: Final = (0, 0)
+# Of the weights that it will read first a thread asks for so many bytes while it waits.
+_FIRST_BYTES: Final = 1 << 17
 # The byte that stands for 0 in an input.
 _ZERO: Final = 128
 # The largest magnitude that a row counts as having at least, 1e-30: a step of it is above 0.
 _TINY_BITS: Final = int(np.float32(1e-30).view(np.int32))
+# An input row of bfloat16 weights takes as many bytes as so many weight rows.
+_BFLOAT16_INPUT_ROWS: Final = BFLOAT16_INPUT_BYTES // STEP_BYTES
+# Where in the numbers of a `Matrix` parts begin, how many each has, and how many there are for three
+# parts.
+_FIRST_PART: Final = 5
+_PART_NUMBERS: Final = 5
+MATRIX_NUMBERS: Final = _FIRST_PART + 3 * _PART_NUMBERS
+
+# Integers of a linear kernel's block in front of the weights' numbers.
+_ARGS: Final = 7
+# Tiles of up to so many input rows.
+int8_tile = make_int8_tile(TILE_WEIGHTS, _INT8_INPUTS)
+int8_half_tile = make_int8_tile(TILE_WEIGHTS // 2, _INT8_INPUTS_OF_HALF)
+bfloat16_dot = make_bfloat16_tile(1, 1)
+bfloat16_half_tile = make_bfloat16_tile(TILE_WEIGHTS // 2, _BFLOAT16_INPUTS_OF_HALF)
+bfloat16_tile = make_bfloat16_tile(TILE_WEIGHTS, _BFLOAT16_INPUTS)
 # Numbers of a step of bfloat16 weights at even positions, and at odd ones.
 _HALF_STEP: Final = STEP_BYTES // 4
 
@@ -76,15 +100,15 @@ class Int8Tiles(NamedTuple):
     def of(cls, values: Tensor, scales: Tensor) -> Int8Tiles:
         """Lay out weights (out, in) int8 with a scale for each output, (out,) float32."""
         num_tiles, num_steps, *_ = cls.shape(*values.shape)
-        padding = (0, -values.shape[1] % STEP_BYTES, 0, -len(values) % _WEIGHTS)
-        steps = F.pad(values, padding).view(num_tiles, _WEIGHTS, num_steps, STEP_BYTES)
+        padding = (0, -values.shape[1] % STEP_BYTES, 0, -len(values) % TILE_WEIGHTS)
+        steps = F.pad(values, padding).view(num_tiles, TILE_WEIGHTS, num_steps, STEP_BYTES)
         sums = values.sum(dim=1, dtype=torch.int32)
         return cls(steps.transpose(1, 2).contiguous(), scales, sums)
 
     @staticmethod
     def shape(out_dim: int, in_dim: int) -> tuple[int, int, int, int]:
         """Return the shape of `values`."""
-        return -(-out_dim // _WEIGHTS), -(-in_dim // STEP_BYTES), _WEIGHTS, STEP_BYTES
+        return -(-out_dim // TILE_WEIGHTS), -(-in_dim // STEP_BYTES), TILE_WEIGHTS, STEP_BYTES
 
 
 def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
@@ -100,37 +124,7 @@ def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
     Returns:
         (N, out) float32.
     """
-    x = x.contiguous()
-    num_rows, in_dim = x.shape
-    num_tiles, num_steps, *_ = weight.values.shape
-    out_dim, whole_out_dim, whole_in_dim = (
-        len(weight.scales),
-        num_tiles * _WEIGHTS,
-        num_steps * STEP_BYTES,
-    )
-    rounded = torch.empty((num_rows, whole_in_dim), dtype=torch.uint8)
-    steps = torch.empty(num_rows)
-    out = torch.empty((num_rows, whole_out_dim))
-    ranges = _ranges()
-    _int8_linear(
-        *_NO_ROWS,
-        len(ranges),
-        num_rows,
-        out_dim,
-        whole_out_dim,
-        in_dim,
-        whole_in_dim,
-        x.data_ptr(),
-        rounded.data_ptr(),
-        steps.data_ptr(),
-        weight.values.data_ptr(),
-        weight.scales.data_ptr(),
-        weight.sums.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        *ranges,
-    )
-    return out[:, :out_dim]
+    return _multiply_alone(x, weight, bias)[:, : len(weight.scales)]
 
 
 def fits_bfloat16_linear(weight: Tensor) -> bool:
@@ -139,7 +133,7 @@ def fits_bfloat16_linear(weight: Tensor) -> bool:
     return (
         weight.dtype is torch.bfloat16
         and weight.device.type == "cpu"
-        and out_dim % _WEIGHTS == 0
+        and out_dim % TILE_WEIGHTS == 0
         and 2 * in_dim % STEP_BYTES == 0
         and weight.is_contiguous()
     )
@@ -157,48 +151,108 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (N, out) float32.
     """
+    return _multiply_alone(x, weight, None)
+
+
+class Matrix(NamedTuple):
+    """Weights of one input, whose outputs stand side by side, by their addresses."""
+
+    is_int8: bool
+    in_dim: int
+    row_bytes: int  # of a weight row
+    out_dim: int  # in whole tiles
+    parts: tuple[tuple[int, ...], ...]  # weights, scales, sums, bias (0 for none), outputs
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Int8Tiles | Tensor, Tensor | None]], in_dim: int) -> Matrix:
+        """Take weights with their biases: all of `int8_linear`, or all of `bfloat16_linear`."""
+        numbers = []
+        for weight, bias in parts:
+            bias_at = 0 if bias is None else bias.data_ptr()
+            if isinstance(weight, Int8Tiles):
+                values, scales, sums = (tensor.data_ptr() for tensor in weight)
+                numbers.append((values, scales, sums, bias_at, len(weight.scales)))
+            else:
+                numbers.append((weight.data_ptr(), 0, 0, bias_at, len(weight)))
+        is_int8 = isinstance(parts[0][0], Int8Tiles)
+        row_bytes = -(-in_dim // STEP_BYTES) * STEP_BYTES if is_int8 else 2 * in_dim
+        out_dim = sum(-(-number[-1] // TILE_WEIGHTS) * TILE_WEIGHTS for number in numbers)
+        return cls(is_int8, in_dim, row_bytes, out_dim, tuple(numbers))
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of an input row, made ready for the tiles."""
+        return self.row_bytes if self.is_int8 else _BFLOAT16_INPUT_ROWS * self.row_bytes
+
+    @property
+    def numbers(self) -> list[int]:
+        """What `multiply` reads: `MATRIX_NUMBERS` integers."""
+        parts = [number for part in self.parts for number in part]
+        numbers = [self.is_int8, self.in_dim, self.row_bytes, self.out_dim, len(self.parts), *parts]
+        return numbers + [0] * (MATRIX_NUMBERS - len(numbers))
+
+
+def _multiply_alone(x: Tensor, weight: Int8Tiles | Tensor, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     num_rows, in_dim = x.shape
-    inputs = torch.empty((num_rows, in_dim), dtype=torch.bfloat16 if _HAS_DOT else torch.float32)
-    out = torch.empty((num_rows, len(weight)))
-    ranges = _ranges()
-    _bfloat16_linear(
-        *_NO_ROWS,
-        len(ranges),
+    matrix = Matrix.of([(weight, bias)], in_dim)
+    inputs = torch.empty((num_rows, matrix.input_bytes), dtype=torch.uint8)
+    steps = torch.empty(num_rows)
+    out = torch.empty((num_rows, matrix.out_dim))
+    num_threads = torch.get_num_threads()
+    numbers = matrix.numbers
+    _linear(
+        num_threads,
         num_rows,
-        len(weight),
-        in_dim,
         x.data_ptr(),
         inputs.data_ptr(),
-        weight.data_ptr(),
+        steps.data_ptr(),
         out.data_ptr(),
-        *ranges,
+        *numbers,
+        num_counters=phase_counters(num_threads) * 2,
     )
     return out
 
 
-def _ranges() -> list[int]:
-    """Return a counter for each thread, of its range of weight rows.
+def phase_counters(num_threads: int) -> int:
+    """Return how many counters a phase has: of what is done, and of what each thread has drawn.
 
-    A thread that reads on where it was is up to a seventh faster than one that begins elsewhere
-    every time, as with a single counter.
+    Weight rows lie in a range for each thread. A thread that reads on where it was is up to a
+    seventh faster than one that begins elsewhere every time, as with a single counter.
     """
-    return [0] * torch.get_num_threads()
+    return 1 + num_threads
 
 
 @njit
-def _round_row(row, in_dim, whole_in_dim, x_at, rounded_at, steps_at):  # type: ignore[no-untyped-def]
+def prepare_row(row, x, numbers, inputs, steps):  # type: ignore[no-untyped-def]
+    """Make of a row what tiles take.
+
+    Args:
+        row: its number.
+        x: where it is, float32.
+        numbers: where the weights' numbers are that it will be multiplied with.
+        inputs: where rows made ready are.
+        steps: where it is noted what a step of each row is worth, (N,) float32, of int8 weights.
+    """
+    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
+    if weights[0] != 0:
+        _round_row(x, weights[1], weights[2], inputs + row * weights[2], steps + 4 * row)
+    else:
+        _halve_row(x, weights[1], inputs + row * _BFLOAT16_INPUT_ROWS * weights[2])
+
+
+@njit
+def _round_row(row, in_dim, whole_in_dim, rounded_at, step_at):  # type: ignore[no-untyped-def]
     """Make bytes of a row, and note what one of their steps is worth."""
-    x = carray(floats_at(x_at + 4 * row * in_dim), in_dim)
-    bits = carray(ints_at(x_at + 4 * row * in_dim), in_dim)
-    rounded = carray(bytes_at(rounded_at + row * whole_in_dim), whole_in_dim)
+    x, bits = carray(floats_at(row), in_dim), carray(ints_at(row), in_dim)
+    rounded = carray(bytes_at(rounded_at), whole_in_dim)
     # Magnitudes are in the order of their bits, and what is no number comes last: its row is none,
     # then.
     largest_bits = int32(_TINY_BITS)
     for i in range(in_dim):
         largest_bits = max(largest_bits, bits[i] & int32(0x7FFFFFFF))
-    carray(ints_at(steps_at + 4 * row), 1)[0] = largest_bits
-    step = carray(floats_at(steps_at + 4 * row), 1)
+    carray(ints_at(step_at), 1)[0] = largest_bits
+    step = carray(floats_at(step_at), 1)
     largest = step[0]
     step[0] = largest / float32(127)
     per_step = float32(127) / largest
@@ -209,15 +263,15 @@ def _round_row(row, in_dim, whole_in_dim, x_at, rounded_at, steps_at):  # type: 
 
 
 @njit
-def _halve_row(row, in_dim, x_at, inputs_at):  # type: ignore[no-untyped-def]
+def _halve_row(row, in_dim, to):  # type: ignore[no-untyped-def]
     """Make what a tile takes of a row: bfloat16, or float32 in the order of its steps."""
-    x = carray(words_at(x_at + 4 * row * in_dim), in_dim)
+    x = carray(words_at(row), in_dim)
     if _HAS_DOT:
-        halves = carray(halves_at(inputs_at + 2 * row * in_dim), in_dim)
+        halves = carray(halves_at(to), in_dim)
         for i in range(in_dim):
             halves[i] = nearest_bfloat16(x[i])
     else:
-        spread = carray(words_at(inputs_at + 4 * row * in_dim), in_dim)
+        spread = carray(words_at(to), in_dim)
         for first in range(0, in_dim, 2 * _HALF_STEP):
             for i in range(_HALF_STEP):
                 spread[first + i] = x[first + 2 * i]
@@ -227,7 +281,7 @@ def _halve_row(row, in_dim, x_at, inputs_at):  # type: ignore[no-untyped-def]
 @njit
 def _start(index, num_ranges, out_dim):  # type: ignore[no-untyped-def]
     """Return where a range of weight rows starts: at a whole tile."""
-    return out_dim // _WEIGHTS * index // num_ranges * _WEIGHTS
+    return out_dim // TILE_WEIGHTS * index // num_ranges * TILE_WEIGHTS
 
 
 @njit
@@ -242,7 +296,7 @@ def _next_rows(block, counters, num_ranges, own, num_done, out_dim):  # type: ig
     Returns:
         The first row and the end, the same where no row is left, and the new `num_done`.
     """
-    drawn = min(_DRAWN, max(out_dim // 16 // _WEIGHTS, 1) * _WEIGHTS)
+    drawn = min(_DRAWN, max(out_dim // 16 // TILE_WEIGHTS, 1) * TILE_WEIGHTS)
     while num_done < num_ranges:
         index = (own + num_done) % num_ranges
         first = _start(index, num_ranges, out_dim)
@@ -254,113 +308,205 @@ def _next_rows(block, counters, num_ranges, own, num_done, out_dim):  # type: ig
     return out_dim, out_dim, num_done
 
 
-@Kernel
-def _int8_linear(block: Any) -> None:
-    args = carray(block, 17)
-    num_ranges, num_rows, out_dim, whole_out_dim = args[3], args[4], args[5], args[6]
-    row_dim, in_dim = args[7], args[8]
-    x, weights, bias, out = args[10], args[12], args[15], args[16]
-    drawn_rows, done_rows = counter_at(block, 1), counter_at(block, 2)
-    row = next_number(drawn_rows)
-    while row < num_rows:
-        _round_row(row, row_dim, in_dim, args[9], x, args[11])
-        next_number(done_rows)
-        row = next_number(drawn_rows)
-    while drawn_so_far(done_rows) < num_rows:
-        pass  # another thread has the last row
-    steps = carray(floats_at(args[11]), num_rows)
-    scales = carray(floats_at(args[13]), out_dim)
-    sums = carray(ints_at(args[14]), out_dim)
-    own = next_number(block)
-    first, end, num_done = _next_rows(block, len(args), num_ranges, own, 0, whole_out_dim)
+@njit
+def wait_for(counter, count, ahead, ahead_end):  # type: ignore[no-untyped-def]
+    """Wait until a counter has come so far, and ask for memory meanwhile.
+
+    Returns:
+        How far memory was asked for, from `ahead` up to `ahead_end`.
+    """
+    while drawn_so_far(counter) < count:
+        if ahead < ahead_end:
+            ask_for(ahead)
+            ahead += STEP_BYTES
+    return ahead
+
+
+@njit
+def first_bytes(numbers, own, num_ranges):  # type: ignore[no-untyped-def]
+    """Return the address and the end of the weights that a thread will read first."""
+    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
+    row = _start(own % num_ranges, num_ranges, weights[3])
+    part = _FIRST_PART
+    while row >= weights[part + 4] and part + _PART_NUMBERS < MATRIX_NUMBERS:
+        row -= weights[part + 4]
+        part += _PART_NUMBERS
+    first = weights[part] + row * weights[2]
+    return first, first + min(_FIRST_BYTES, max(weights[part + 4] - row, 0) * weights[2])
+
+
+@njit
+def multiply(  # type: ignore[no-untyped-def]
+    block, counters, num_ranges, own, num_rows, numbers, inputs, steps, out, sums
+):
+    """Multiply rows with weight rows, until all weight rows are drawn.
+
+    Args:
+        counters: where in the block the phase's counters are.
+        num_ranges: how many ranges the weight rows are drawn from.
+        own: the thread's number.
+        num_rows: N.
+        numbers: where the weights' numbers are.
+        inputs: where the rows are, made ready.
+        steps: what a step of each row is worth.
+        out: where results are written, (N, out) float32.
+        sums: where they are added to instead, (N, out) float32, or 0 for nowhere.
+    """
+    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
+    out_dim = weights[3]
+    first, end, num_done = _next_rows(block, counters + 1, num_ranges, own, 0, out_dim)
     while first < end:
+        start = 0
+        for part in range(weights[4]):
+            at = numbers + 8 * (_FIRST_PART + part * _PART_NUMBERS)
+            dim = carray(longs_at(at), _PART_NUMBERS)[4]
+            part_first = max(first, start) - start
+            part_end = min(end - start, (dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS)
+            if part_first < part_end:
+                to = out + 4 * start
+                if weights[0] != 0:
+                    _multiply_int8(
+                        at, weights[2], part_first, part_end, num_rows, inputs, steps, to, out_dim
+                    )
+                else:
+                    _multiply_bfloat16(
+                        at, weights[2], part_first, part_end, num_rows, inputs, to, out_dim
+                    )
+                if sums != 0:
+                    _add(num_rows, part_first, min(part_end, dim), to, out_dim, sums, dim)
+            start += (dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS
+        count_done(counter_at(block, counters), end - first)
+        first, end, num_done = _next_rows(block, counters + 1, num_ranges, own, num_done, out_dim)
+
+
+@njit
+def _multiply_int8(at, row_bytes, first, end, num_rows, inputs, steps_at, out, out_dim):  # type: ignore[no-untyped-def]
+    """Multiply rows with weight rows from `first` to `end` of the part whose numbers are there."""
+    part = carray(longs_at(at), _PART_NUMBERS)
+    # Sums are written where the results will stand.
+    if _INT8_INPUTS < num_rows <= _INT8_INPUTS_OF_HALF:
+        for i in range(first, end, 2):
+            weights = part[0] + i // TILE_WEIGHTS * TILE_WEIGHTS * row_bytes
+            int8_half_tile(
+                weights + i % TILE_WEIGHTS * STEP_BYTES,
+                row_bytes,
+                inputs,
+                row_bytes,
+                _AHEAD_BYTES,
+                out + 4 * i,
+                4 * out_dim,
+                num_rows,
+            )
+    else:
         row = 0
         while row < num_rows:
             count = tile_rows(num_rows - row, _INT8_INPUTS)
             # The first tile asks memory for the weights that come next.
             ahead = _AHEAD_BYTES if row == 0 else 0
-            inputs = x + row * in_dim
-            for i in range(first, end, _WEIGHTS):
-                # Sums are written where the results will stand.
-                at = out + 4 * (row * whole_out_dim + i)
+            for i in range(first, end, TILE_WEIGHTS):
                 int8_tile(
-                    weights + i * in_dim,
-                    in_dim,
-                    inputs,
-                    in_dim,
+                    part[0] + i * row_bytes,
+                    row_bytes,
+                    inputs + row * row_bytes,
+                    row_bytes,
                     ahead,
-                    at,
-                    4 * whole_out_dim,
-                    _WEIGHTS,
+                    out + 4 * (row * out_dim + i),
+                    4 * out_dim,
                     count,
-                    _INT8_INPUTS,
                 )
             row += count
-        for row in range(num_rows):
-            products = carray(ints_at(out + 4 * row * whole_out_dim), out_dim)
-            results = carray(floats_at(out + 4 * row * whole_out_dim), out_dim)
-            step = steps[row]
-            for i in range(first, min(end, out_dim)):
-                results[i] = float32(products[i] - _ZERO * sums[i]) * (step * scales[i])
-            if bias != 0:
-                biases = carray(floats_at(bias), out_dim)
-                for i in range(first, min(end, out_dim)):
-                    results[i] += biases[i]
-        first, end, num_done = _next_rows(
-            block, len(args), num_ranges, own, num_done, whole_out_dim
-        )
+    end = min(end, part[4])
+    steps = carray(floats_at(steps_at), num_rows)
+    scales, sums = carray(floats_at(part[1]), end), carray(ints_at(part[2]), end)
+    for row in range(num_rows):
+        products = carray(ints_at(out + 4 * row * out_dim), end)
+        results = carray(floats_at(out + 4 * row * out_dim), end)
+        step = steps[row]
+        for i in range(first, end):
+            results[i] = float32(products[i] - _ZERO * sums[i]) * (step * scales[i])
+    _add_bias(part[3], first, end, num_rows, out, out_dim)
 
 
 @njit
-def _multiply_bfloat16(count, weights, in_bytes, x, x_bytes, ahead, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Multiply a tile's weight rows with `count` input rows."""
-    if count == 1:
+def _multiply_bfloat16(at, row_bytes, first, end, num_rows, inputs, out, out_dim):  # type: ignore[no-untyped-def]
+    """Do the same with a part of bfloat16 weights."""
+    part = carray(longs_at(at), _PART_NUMBERS)
+    input_bytes = _BFLOAT16_INPUT_ROWS * row_bytes
+    if num_rows == 1:
         # One input row leaves time to spare: a weight row after the other, straight through.
-        for i in range(_WEIGHTS):
-            row = weights + i * in_bytes
-            bfloat16_tile(row, in_bytes, x, x_bytes, _AHEAD_BYTES, out + 4 * i, out_bytes, 1, 1, 1)
+        for i in range(first, end):
+            weights = part[0] + i * row_bytes
+            bfloat16_dot(
+                weights, row_bytes, inputs, input_bytes, _AHEAD_BYTES, out + 4 * i, 4 * out_dim, 1
+            )
+    elif _BFLOAT16_INPUTS < num_rows <= _BFLOAT16_INPUTS_OF_HALF:
+        for i in range(first, end, 2):
+            bfloat16_half_tile(
+                part[0] + i * row_bytes,
+                row_bytes,
+                inputs,
+                input_bytes,
+                2 * row_bytes,
+                out + 4 * i,
+                4 * out_dim,
+                num_rows,
+            )
     else:
-        bfloat16_tile(
-            weights,
-            in_bytes,
-            x,
-            x_bytes,
-            ahead,
-            out,
-            out_bytes,
-            _WEIGHTS,
-            count,
-            _BFLOAT16_INPUTS,
-        )
-
-
-@Kernel
-def _bfloat16_linear(block: Any) -> None:
-    args = carray(block, 11)
-    num_ranges, num_rows, out_dim, in_dim = args[3], args[4], args[5], args[6]
-    x, weights, out = args[8], args[9], args[10]
-    in_bytes = 2 * in_dim
-    x_bytes = in_bytes // STEP_BYTES * BFLOAT16_INPUT_BYTES
-    drawn_rows, done_rows = counter_at(block, 1), counter_at(block, 2)
-    row = next_number(drawn_rows)
-    while row < num_rows:
-        _halve_row(row, in_dim, args[7], x)
-        next_number(done_rows)
-        row = next_number(drawn_rows)
-    while drawn_so_far(done_rows) < num_rows:
-        pass  # another thread has the last row
-    own = next_number(block)
-    first, end, num_done = _next_rows(block, len(args), num_ranges, own, 0, out_dim)
-    while first < end:
         row = 0
         while row < num_rows:
             count = tile_rows(num_rows - row, _BFLOAT16_INPUTS)
-            ahead = _WEIGHTS * in_bytes if row == 0 else 0
-            inputs = x + row * x_bytes
-            for i in range(first, end, _WEIGHTS):
-                to = out + 4 * (row * out_dim + i)
-                _multiply_bfloat16(
-                    count, weights + i * in_bytes, in_bytes, inputs, x_bytes, ahead, to, 4 * out_dim
+            ahead = TILE_WEIGHTS * row_bytes if row == 0 else 0
+            for i in range(first, end, TILE_WEIGHTS):
+                bfloat16_tile(
+                    part[0] + i * row_bytes,
+                    row_bytes,
+                    inputs + row * input_bytes,
+                    input_bytes,
+                    ahead,
+                    out + 4 * (row * out_dim + i),
+                    4 * out_dim,
+                    count,
                 )
             row += count
-        first, end, num_done = _next_rows(block, len(args), num_ranges, own, num_done, out_dim)
+    _add_bias(part[3], first, end, num_rows, out, out_dim)
+
+
+@njit
+def _add_bias(bias, first, end, num_rows, out, out_dim):  # type: ignore[no-untyped-def]
+    """Add a bias, where there is one, to results from `first` to `end`."""
+    if bias != 0:
+        biases = carray(floats_at(bias), end)
+        for row in range(num_rows):
+            results = carray(floats_at(out + 4 * row * out_dim), end)
+            for i in range(first, end):
+                results[i] += biases[i]
+
+
+@njit
+def _add(num_rows, first, end, results_at, out_dim, sums_at, sums_dim):  # type: ignore[no-untyped-def]
+    """Add results from `first` to `end` of each row to sums."""
+    for row in range(num_rows):
+        results = carray(floats_at(results_at + 4 * row * out_dim), end)
+        sums = carray(floats_at(sums_at + 4 * row * sums_dim), end)
+        for i in range(first, end):
+            sums[i] += results[i]
+
+
+@Kernel
+def _linear(block: Any) -> None:
+    args = carray(block, _ARGS + MATRIX_NUMBERS)
+    num_ranges, num_rows = args[1], args[2]
+    numbers = address_of(counter_at(block, _ARGS))
+    own = next_number(block)
+    done, drawn = counter_at(block, len(args)), counter_at(block, len(args) + 1)
+    row = next_number(drawn)
+    while row < num_rows:
+        prepare_row(row, args[3] + 4 * row * args[_ARGS + 1], numbers, args[4], args[5])
+        next_number(done)
+        row = next_number(drawn)
+    ahead, ahead_end = first_bytes(numbers, own, num_ranges)
+    wait_for(done, num_rows, ahead, ahead_end)
+    counters = len(args) + 1 + num_ranges
+    multiply(
+        block, counters, num_ranges, own, num_rows, numbers, args[4], args[5], args[6], 0
+    )

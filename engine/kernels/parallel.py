@@ -46,9 +46,14 @@ class Kernel:
         self._function = function
         self._options = {"fastmath": set(fastmath)}
 
-    def __call__(self, *args: int) -> None:
-        """Run the kernel on all threads with a counter at 0 and these integers behind it."""
-        block = (ctypes.c_int64 * (1 + len(args)))(0, *args)
+    def __call__(self, *args: int, num_counters: int = 0) -> None:
+        """Run the kernel on all threads.
+
+        Args:
+            args: integers that stand in the block behind its counter.
+            num_counters: how many more counters at 0 stand behind them.
+        """
+        block = (ctypes.c_int64 * (1 + len(args) + num_counters))(0, *args)
         _run()(self._compiled.address, block)
 
     @cached_property

@@ -68,21 +68,39 @@ def rotate_and_store(
 def _rotate_and_store(block: Any) -> None:
     args = carray(block, 16)
     num_rows, num_heads, num_kv_heads, head_size = args[1], args[2], args[3], args[4]
-    head_bytes = 4 * head_size
     slots = carray(longs_at(args[13]), num_rows)
     row = next_number(block)
     while row < num_rows:
-        rotations = args[12] + row * head_bytes
-        for head in range(num_heads):
-            _rotate(args[6] + row * args[7] + head * head_bytes, rotations, head_size)
-        for head in range(num_kv_heads):
-            key = args[8] + row * args[9] + head * head_bytes
-            value = args[10] + row * args[11] + head * head_bytes
-            _rotate(key, rotations, head_size)
-            slot = 2 * (head * args[5] + slots[row]) * head_size
-            _store(key, args[14] + slot, head_size)
-            _store(value, args[15] + slot, head_size)
+        rotate_and_store_row(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            args[5],
+            args[6] + row * args[7],
+            args[8] + row * args[9],
+            args[10] + row * args[11],
+            args[12] + 4 * row * head_size,
+            slots[row],
+            args[14],
+            args[15],
+        )
         row = next_number(block)
+
+
+@njit
+def rotate_and_store_row(  # type: ignore[no-untyped-def]
+    num_heads, num_kv_heads, head_size, num_slots, q, k, v, rotations, slot, keys, values
+):
+    """Do it for one row: q, k, v, its rotations and the cache's tensors are addresses."""
+    head_bytes = 4 * head_size
+    for head in range(num_heads):
+        _rotate(q + head * head_bytes, rotations, head_size)
+    for head in range(num_kv_heads):
+        key, value = k + head * head_bytes, v + head * head_bytes
+        _rotate(key, rotations, head_size)
+        at = 2 * (head * num_slots + slot) * head_size
+        _store(key, keys + at, head_size)
+        _store(value, values + at, head_size)
 
 
 @njit

@@ -22,6 +22,8 @@ _FLOAT = ir.FloatType()
 _VOID = ir.VoidType()
 # Bytes of a weight row that a tile takes at once: a register of AVX-512, two of smaller ones.
 STEP_BYTES: Final = 64
+# Weight rows of a tile.
+TILE_WEIGHTS: Final = 4
 WORDS: Final = ir.VectorType(_I32, STEP_BYTES // 4)
 FLOATS: Final = ir.VectorType(_FLOAT, STEP_BYTES // 4)
 
@@ -73,6 +75,17 @@ def next_number(typing_context: Any, block: Any) -> Any:
 
 
 @intrinsic
+def count_done(typing_context: Any, counter: Any, number: Any) -> Any:
+    """Add a number to a counter; who sees it there sees what this thread wrote before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.atomic_rmw("add", args[0], args[1], "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(types.CPointer(types.int64), types.int64), generate
+
+
+@intrinsic
 def counter_at(typing_context: Any, block: Any, index: Any) -> Any:
     """Return a further counter: the place in a block of the integer with this index."""
 
@@ -81,6 +94,16 @@ def counter_at(typing_context: Any, block: Any, index: Any) -> Any:
 
     counter = types.CPointer(types.int64)
     return counter(counter, types.int64), generate
+
+
+@intrinsic
+def address_of(typing_context: Any, counter: Any) -> Any:
+    """Return the address of a place in a block."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], _I64)
+
+    return types.int64(types.CPointer(types.int64)), generate
 
 
 @intrinsic
@@ -93,10 +116,21 @@ def drawn_so_far(typing_context: Any, counter: Any) -> Any:
     return types.int64(types.CPointer(types.int64)), generate
 
 
+@intrinsic
+def ask_for(typing_context: Any, address: Any) -> Any:
+    """Ask for a line of memory to be read, into the second cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 class _Products(Protocol):
     """How a tile of one kind of number multiplies and adds."""
 
-    is_interleaved: bool  # whether a tile's weight rows take turns, a step each
+    taking_turns: int  # how many weight rows take turns in memory, a step each
     sums: ir.VectorType  # of one weight row and one input row
     input_bytes: int  # of one input row in a step
 
@@ -108,15 +142,11 @@ class _Products(Protocol):
         """Add the products of a step to a register of sums."""
         ...
 
-    def total(self, builder: Any, sums: Any) -> Any:
-        """Add up a register."""
-        ...
-
 
 class _Bytes:
     """Inputs uint8, weights int8, sums int32: exact up to 66,000 products."""
 
-    is_interleaved = True
+    taking_turns = TILE_WEIGHTS
     input_bytes = STEP_BYTES
 
     def __init__(self, dot_lanes: int | None) -> None:
@@ -138,9 +168,6 @@ class _Bytes:
             sums = call(builder, name, self.sums, sums, *pair)
         return sums
 
-    def total(self, builder: Any, sums: Any) -> Any:
-        return call(builder, f"llvm.vector.reduce.add.v{self.sums.count}i32", _I32, sums)
-
     @staticmethod
     def _dot(builder: Any, inputs: Any, weight: Any) -> Any:
         """Do the same with what every processor has."""
@@ -157,7 +184,7 @@ class _Bytes:
 class _Halves:
     """Weights and inputs bfloat16, sums float32, by the processor's own dot product."""
 
-    is_interleaved = False
+    taking_turns = 1
     input_bytes = STEP_BYTES
     sums = FLOATS
 
@@ -170,9 +197,6 @@ class _Halves:
         # Two products to each lane.
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, inputs, weight)
 
-    def total(self, builder: Any, sums: Any) -> Any:
-        return _sum_of_floats(builder, sums)
-
 
 class _SpreadHalves:
     """The same with what every processor has: weights bfloat16, inputs and sums float32.
@@ -181,7 +205,7 @@ class _SpreadHalves:
     two weights becomes floats by a shift and a mask.
     """
 
-    is_interleaved = False
+    taking_turns = 1
     input_bytes = 4 * STEP_BYTES // 2
     sums = FLOATS
 
@@ -197,19 +221,8 @@ class _SpreadHalves:
             sums = multiply_add(builder, *pair, sums)
         return sums
 
-    def total(self, builder: Any, sums: Any) -> Any:
-        return _sum_of_floats(builder, sums)
 
-
-def _sum_of_floats(builder: Any, floats: Any) -> Any:
-    name = f"llvm.vector.reduce.fadd.v{FLOATS.count}f32"
-    kind = ir.FunctionType(_FLOAT, [_FLOAT, FLOATS])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    zero = ir.Constant(_FLOAT, -0.0)
-    return builder.call(function, (zero, floats), fastmath=("reassoc",))
-
-
-def _tile(products: _Products) -> Callable[..., Any]:
+def _tile(products: _Products, num_weights: int, max_inputs: int) -> Any:
     def tile(
         typing_context: Any,
         weights: Any,
@@ -219,32 +232,26 @@ def _tile(products: _Products) -> Callable[..., Any]:
         ahead: Any,
         out: Any,
         out_bytes: Any,
-        num_weights: Any,
         num_inputs: Any,
-        most_inputs: Any,
     ) -> Any:
-        """Write the sums of `num_weights` weight rows, a literal, and `num_inputs` input rows.
+        """Write the sums of some weight rows and `num_inputs` input rows.
 
         Args:
             ahead: how far ahead of a weight row memory is asked for, in bytes.
-            most_inputs: the most input rows there can be, a literal.
         """
-        if not isinstance(num_weights, types.IntegerLiteral):
-            return None
-        count, most = num_weights.literal_value, most_inputs.literal_value
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             for_count(
                 builder,
-                args[8],
-                most,
-                lambda num_inputs: _generate_tile(builder, products, (count, num_inputs), args[:7]),
+                args[7],
+                max_inputs,
+                lambda count: _generate_tile(builder, products, (num_weights, count), args[:7]),
             )
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7, num_weights, types.int64, most_inputs), generate
+        return types.void(*[types.int64] * 8), generate
 
-    return tile
+    return intrinsic(tile)
 
 
 def _generate_tile(
@@ -257,14 +264,13 @@ def _generate_tile(
         steps = [builder.mul(num_bytes, ir.Constant(_I64, i)) for i in range(count)]
         return [builder.add(address, step) for step in steps]
 
-    apart = ir.Constant(_I64, STEP_BYTES) if products.is_interleaved else weight_bytes
+    apart = ir.Constant(_I64, STEP_BYTES) if products.taking_turns > 1 else weight_bytes
     weight_rows = rows(weights, apart, num_weights)
     input_rows = rows(inputs, input_bytes, num_inputs)
-    taking_turns = num_weights if products.is_interleaved else 1
 
     def step(at: Any, sums: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Add the products of a step, `at` bytes into each weight row."""
-        weight_at = builder.mul(at, ir.Constant(_I64, taking_turns))
+        weight_at = builder.mul(at, ir.Constant(_I64, products.taking_turns))
         input_at = builder.mul(at, ir.Constant(_I64, products.input_bytes // STEP_BYTES))
         loaded = [products.load_input(builder, builder.add(row, input_at)) for row in input_rows]
         added = []
@@ -278,10 +284,44 @@ def _generate_tile(
 
     zeros = [[ir.Constant(products.sums, [0] * products.sums.count)] * num_inputs] * num_weights
     sums = loop(builder, ir.Constant(_I64, 0), weight_bytes, zeros, step, by=STEP_BYTES)
-    for row, row_sums in zip(rows(out, ir.Constant(_I64, 4), num_weights), sums, strict=True):
-        for address, result in zip(rows(row, out_bytes, num_inputs), row_sums, strict=True):
-            total = products.total(builder, result)
-            builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
+    for address, *input_sums in zip(rows(out, out_bytes, num_inputs), *sums, strict=True):
+        totals = _totals(builder, input_sums)
+        for i in range(num_weights):
+            total = builder.extract_element(totals, ir.Constant(_I32, i))
+            place = builder.inttoptr(offset(builder, address, 4 * i), total.type.as_pointer())
+            builder.store(total, place)
+
+
+def _totals(builder: Any, sums: Sequence[Any]) -> Any:
+    """Add up each of one, two or four registers, always in the same order.
+
+    Four become one of a quarter of each by three additions, where each alone would take six.
+
+    Returns:
+        Four totals, which are the one or the two again where there are no more.
+    """
+    add = builder.add if sums[0].type.element == _I32 else builder.fadd
+
+    def merged(x: Any, y: Any, *orders: Sequence[int]) -> Any:
+        """Add up two choices from each four lanes of x, 0 to 3, and of y, 4 to 7."""
+        lanes = x.type.count
+        chosen = [
+            [at + i % 4 + i // 4 * lanes for at in range(0, lanes, 4) for i in order]
+            for order in orders
+        ]
+        return add(*(_shuffled(builder, x, y, numbers) for numbers in chosen))
+
+    a, b, c, d = (list(sums) * 4)[:4]
+    halves = [merged(*pair, (0, 4, 1, 5), (2, 6, 3, 7)) for pair in ((a, b), (c, d))]
+    totals = merged(*halves, (0, 1, 4, 5), (2, 3, 6, 7))
+    while totals.type.count > 4:
+        totals = add(*_parts(builder, totals, totals.type.count // 2))
+    return totals
+
+
+def _shuffled(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    numbers = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(x, y, numbers)
 
 
 @njit
@@ -378,11 +418,8 @@ def _parts(builder: Any, vector: Any, lanes: int) -> Sequence[Any]:
     if vector.type.count == lanes:
         return [vector]
     undefined = ir.Constant(vector.type, ir.Undefined)
-    lane_numbers = ir.VectorType(_I32, lanes)
     return [
-        builder.shuffle_vector(
-            vector, undefined, ir.Constant(lane_numbers, list(range(first, first + lanes)))
-        )
+        _shuffled(builder, vector, undefined, range(first, first + lanes))
         for first in range(0, vector.type.count, lanes)
     ]
 
@@ -408,6 +445,12 @@ _HALVES_PRODUCTS: Final = _Halves() if _FEATURES.get("avx512bf16") else _SpreadH
 # takes bfloat16, twice as many where it takes float32.
 BFLOAT16_INPUT_BYTES: Final = _HALVES_PRODUCTS.input_bytes
 
-int8_tile = intrinsic(_tile(_Bytes(_vnni_lanes(_FEATURES))))
-int8_tile_without_vnni = intrinsic(_tile(_Bytes(None)))
-bfloat16_tile = intrinsic(_tile(_HALVES_PRODUCTS))
+
+def make_int8_tile(num_weights: int, max_inputs: int, *, use_vnni: bool = True) -> Any:
+    """Make a tile of so many weight rows, that take turns with others or not, and input rows."""
+    return _tile(_Bytes(_vnni_lanes(_FEATURES) if use_vnni else None), num_weights, max_inputs)
+
+
+def make_bfloat16_tile(num_weights: int, max_inputs: int) -> Any:
+    """Do the same for bfloat16 weights, whose rows lie one behind the other."""
+    return _tile(_HALVES_PRODUCTS, num_weights, max_inputs)

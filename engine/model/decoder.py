@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache
-from engine.model.layers import Block, rms_norm, run_block
+from engine.model.layers import Stack, rms_norm
 from engine.model.linear import Linear, Projection
 
 
@@ -24,10 +23,9 @@ from engine.model.linear import Linear, Projection
 class Decoder:
     """Weights of the decoder. Its activations have the dtype of its norms."""
 
-    config: TransformerConfig
     embedding: Tensor  # (V, dim)
     head: Projection  # (V, dim): the embedding again, as it is multiplied
-    blocks: tuple[Block, ...]
+    stack: Stack
     delay_down: tuple[Linear, ...]  # per layer (ada_norm_dim, dim)
     delay_up: tuple[Linear, ...]  # per layer (dim, ada_norm_dim)
     norm: Tensor  # (dim,)
@@ -37,7 +35,7 @@ class Decoder:
 
         Depends on the delay alone. Computed in float32, returned in the model's dtype.
         """
-        half = self.config.dim // 2
+        half = self.stack.config.dim // 2
         device = self.embedding.device
         steps = torch.arange(half, dtype=torch.float32, device=device) / half
         angles = num_delay_tokens * torch.exp(-math.log(10_000.0) * steps)
@@ -69,7 +67,6 @@ class Decoder:
             (R, V) logits in float32.
         """
         x = audio.to(self.norm.dtype) + F.embedding(token_ids, self.embedding).to(self.norm.dtype)
-        for block, cache, scale in zip(self.blocks, caches, delay_scales, strict=True):
-            x = run_block(x, block, self.config, batch, cache, scale.mul)
-        h = rms_norm(x[logit_rows], self.norm, self.config.norm_eps)
+        x = self.stack(x, batch, caches, delay_scales)
+        h = rms_norm(x[logit_rows], self.norm, self.stack.config.norm_eps)
         return self.head(h).float()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.config import TransformerConfig
 from engine.model.attention import AttentionBatch, LayerCache
-from engine.model.layers import Block, rms_norm, run_block
+from engine.model.layers import Stack, rms_norm
 from engine.model.linear import Linear, Projection
 
 KERNEL: Final = 3
@@ -37,11 +36,10 @@ class ConvState:
 class Encoder:
     """Weights of conv stem, layers and adapter. Convolutions are stored as linear layers."""
 
-    config: TransformerConfig
     block_pool_size: int  # encoder frames per token
     conv1: Linear  # (dim, 128 * 3)
     conv2: Linear  # (dim, dim * 3)
-    blocks: tuple[Block, ...]
+    stack: Stack
     norm: Tensor  # (dim,)
     adapter_in: Projection  # (decoder dim, 4 dim)
     adapter_out: Projection  # (decoder dim, decoder dim)
@@ -52,7 +50,7 @@ class Encoder:
         num_mel_bins = weight.shape[1] // KERNEL
         return ConvState(
             mel=weight.new_zeros(MEL_CARRY, num_mel_bins),
-            conv=weight.new_zeros(CONV_CARRY, self.config.dim),
+            conv=weight.new_zeros(CONV_CARRY, self.stack.config.dim),
         )
 
     def conv_stem(
@@ -75,14 +73,12 @@ class Encoder:
 
     def transformer(self, x: Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run the layers and the final norm on encoder frames x, (F, dim)."""
-        x = x.to(self.norm.dtype)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = run_block(x, block, self.config, batch, cache)
-        return rms_norm(x, self.norm, self.config.norm_eps)
+        x = self.stack(x.to(self.norm.dtype), batch, caches)
+        return rms_norm(x, self.norm, self.stack.config.norm_eps)
 
     def adapter(self, x: Tensor) -> Tensor:
         """Pool encoder outputs (F, dim) into tokens: (T, decoder dim)."""
-        pooled = x.reshape(-1, self.block_pool_size * self.config.dim)  # (T, 4 dim)
+        pooled = x.reshape(-1, self.block_pool_size * self.stack.config.dim)  # (T, 4 dim)
         return self.adapter_out(F.gelu(self.adapter_in(pooled)))
 
 

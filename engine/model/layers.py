@@ -6,8 +6,9 @@ H heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from engine.config import TransformerConfig
 from engine.kernels.attention import Windows
 from engine.kernels.norm import float32_rms_norm
 from engine.kernels.rope import rotate_and_store
+from engine.kernels.stack import LayerWeights, StackKernel
 from engine.model.attention import AttentionBatch, LayerCache, paged_attention
-from engine.model.linear import Projection, Projections
+from engine.model.linear import Projection, Projections, matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +64,73 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The layers of encoder or decoder."""
+
+    config: TransformerConfig
+    blocks: tuple[Block, ...]
+
+    def __call__(
+        self,
+        x: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        ffn_scales: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers on x, (N, dim), and write its keys and values to the caches.
+
+        Args:
+            ffn_scales: what multiplies the normed input of each feed-forward network, (layers, N,
+                dim) or (layers, 1, dim), or None.
+        """
+        kernel = self._kernel
+        if kernel is not None and kernel.takes(len(x)) and isinstance(batch.reads, Windows):
+            x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            pairs = [(cache.keys, cache.values) for cache in caches]
+            kernel(x, pairs, batch.rotations, batch.slot_mapping, batch.reads, ffn_scales)
+            return x
+        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            scale = None if ffn_scales is None else ffn_scales[layer]
+            x = run_block(x, block, self.config, batch, cache, scale)
+        return x
+
+    @cached_property
+    def _kernel(self) -> StackKernel | None:
+        """What runs all layers in one call, or None where it can't."""
+        config = self.config
+        layers = []
+        for block in self.blocks:
+            norms = block.attention_norm, block.ffn_norm
+            wqkv, w13 = (matrix(x, config.dim) for x in (block.wqkv, block.w13))
+            wo = matrix(block.wo, config.num_heads * config.head_size)
+            w2 = matrix(block.w2, config.hidden_dim)
+            if wqkv is None or wo is None or w13 is None or w2 is None:
+                return None
+            if any(norm.dtype is not torch.float32 for norm in norms):
+                return None
+            layers.append(LayerWeights(norms[0], wqkv, wo, norms[1], w13, w2))
+        return StackKernel(
+            layers,
+            num_heads=config.num_heads,
+            head_size=config.head_size,
+            norm_eps=config.norm_eps,
+        )
+
+
 def run_block(
     x: Tensor,
     block: Block,
     config: TransformerConfig,
     batch: AttentionBatch,
     cache: LayerCache,
-    scale_ffn_input: Callable[[Tensor], Tensor] | None = None,
+    ffn_scale: Tensor | None = None,
 ) -> Tensor:
     """Run one layer on x, (N, dim), and write its keys and values to the cache.
 
     Args:
-        scale_ffn_input: applied to the normed input of the feed-forward network, (N, dim).
+        ffn_scale: what multiplies the normed input of the feed-forward network, (N, dim) or (1,
+            dim), or None.
     """
     h = rms_norm(x, block.attention_norm, config.norm_eps)
     q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in block.wqkv(h))
@@ -84,7 +141,7 @@ def run_block(
         cache.write(batch.slot_mapping, k, v)
     x = x + block.wo(paged_attention(q, cache, batch.reads).flatten(-2))
     h = rms_norm(x, block.ffn_norm, config.norm_eps)
-    if scale_ffn_input is not None:
-        h = scale_ffn_input(h)
+    if ffn_scale is not None:
+        h = h * ffn_scale
     gate, up = block.w13(h)
     return x + block.w2(F.silu(gate).mul_(up))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from engine.kernels.linear import (
     MAX_BFLOAT16_ROWS,
     Int8Tiles,
+    Matrix,
     bfloat16_linear,
     fits_bfloat16_linear,
     int8_linear,
@@ -64,21 +65,18 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A dense linear layer of weight (out, in), and bias (out,) or None, both of one dtype.
+    """A dense linear layer. Rows may have another dtype than weights; what comes out has theirs."""
 
-    Rows may have another one; what comes out has theirs.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Tensor  # (out, in)
+    bias: Tensor | None = None  # (out,), of the dtype of rows or of the weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) <= MAX_BFLOAT16_ROWS and fits_bfloat16_linear(self.weight):
             out = bfloat16_linear(x.float(), self.weight)
-            if self.bias is not None:
-                out.add_(self.bias)
         else:
-            out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+            out = F.linear(x.to(self.weight.dtype), self.weight)
+        if self.bias is not None:
+            out = out.to(self.bias.dtype).add_(self.bias)
         return out.to(x.dtype)
 
 
@@ -106,3 +104,29 @@ class Int8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_linear(x, self.weight, self.bias)
+
+
+def matrix(layers: Projection | Projections, in_dim: int) -> Matrix | None:
+    """Return what `StackKernel` reads of linear layers of one input, or None where it can't.
+
+    Args:
+        in_dim: what the layers' rows have.
+    """
+    parts: tuple[object, ...]
+    match layers:
+        case Fused(Int8Linear() as layer, _):
+            parts = (layer,)
+        case Each(each):
+            parts = each
+        case _:
+            parts = (layers,)
+    pairs = []
+    for part in parts:
+        match part:
+            case Linear(weight, bias) if fits_bfloat16_linear(weight):
+                pairs.append((weight, bias))
+            case Int8Linear(tiles, bias) if len(parts) == 1:
+                return Matrix.of([(tiles, bias)], in_dim)
+            case _:
+                return None
+    return Matrix.of(pairs, in_dim)

@@ -23,7 +23,7 @@ from engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
 from engine.model.decoder import Decoder
 from engine.model.encoder import KERNEL, Encoder
 from engine.model.int8_cache import Int8Cache
-from engine.model.layers import Block
+from engine.model.layers import Block, Stack
 from engine.model.linear import (
     Each,
     Fused,
@@ -98,8 +98,8 @@ class _Builder:
         self._count(tensor)
         return tensor
 
-    def norm(self, name: str, dim: int) -> Tensor:
-        """Return a norm's weight, in the dtype of activations: on a CPU always float32."""
+    def vector(self, name: str, dim: int) -> Tensor:
+        """Return a norm's weight or a bias, in the dtype of activations: on a CPU float32."""
         tensor = self.tensor(name, dim)
         return tensor.float() if self._device.type == "cpu" else tensor
 
@@ -110,7 +110,7 @@ class _Builder:
     def projection(self, layer: _Layer) -> Projection:
         """Return a linear layer, quantized where that is wanted."""
         if self._is_int8:
-            return Int8Linear(self._int8_weight(layer), _float(self._bias(layer)))
+            return Int8Linear(self._int8_weight(layer), self._bias(layer))
         weight = self.tensor(layer.name + ".weight", layer.out_dim, layer.in_dim)
         return Linear(self._reordered(layer, weight), self._bias(layer))
 
@@ -125,7 +125,7 @@ class _Builder:
         if any(layer.has_bias for layer in layers):
             biases = [(self._bias(layer), torch.zeros(layer.out_dim)) for layer in layers]
             bias = torch.cat([zeros if own is None else own for own, zeros in biases])
-        linear = Int8Linear(self._int8_weight(*layers), _float(bias))
+        linear = Int8Linear(self._int8_weight(*layers), bias)
         return Fused(linear, tuple(layer.out_dim for layer in layers))
 
     def head(self, embedding: Tensor) -> Projection:
@@ -142,7 +142,7 @@ class _Builder:
     def _bias(self, layer: _Layer) -> Tensor | None:
         if not layer.has_bias:
             return None
-        return self._reordered(layer, self.tensor(layer.name + ".bias", layer.out_dim))
+        return self._reordered(layer, self.vector(layer.name + ".bias", layer.out_dim))
 
     def _reordered(self, layer: _Layer, rows: Tensor) -> Tensor:
         if layer.rotated_head_size is None or self._source.is_mistral_format:
@@ -174,10 +174,6 @@ class _Builder:
     def _count(self, *tensors: Tensor) -> None:
         with self._lock:
             self.num_bytes += sum(tensor.nbytes for tensor in tensors)
-
-
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
 
 
 class Weights(NamedTuple):
@@ -236,12 +232,11 @@ def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
         return _block(builder, name, encoder, has_bias=True)
 
     return Encoder(
-        config=encoder,
         block_pool_size=config.block_pool_size,
         conv1=builder.conv(ENCODER + "conv_layers.0.conv", dim, config.audio.num_mel_bins),
         conv2=builder.conv(ENCODER + "conv_layers.1.conv", dim, dim),
-        blocks=tuple(threads.map(block, range(encoder.num_layers))),
-        norm=builder.norm(ENCODER + "transformer.norm.weight", dim),
+        stack=Stack(config=encoder, blocks=tuple(threads.map(block, range(encoder.num_layers)))),
+        norm=builder.vector(ENCODER + "transformer.norm.weight", dim),
         adapter_in=builder.projection(_Layer(f"{adapter}0", wide, config.block_pool_size * dim)),
         adapter_out=builder.projection(_Layer(f"{adapter}2", wide, wide)),
     )
@@ -258,12 +253,11 @@ def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     embedding = builder.tensor(EMBEDDING, config.vocab_size, dim)
     head = threads.submit(builder.head, embedding)
     return Decoder(
-        config=decoder,
         embedding=embedding,
-        blocks=tuple(threads.map(block, layers)),
+        stack=Stack(config=decoder, blocks=tuple(threads.map(block, layers))),
         delay_down=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.0", ada, dim) for n in layers),
         delay_up=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.2", dim, ada) for n in layers),
-        norm=builder.norm("norm.weight", dim),
+        norm=builder.vector("norm.weight", dim),
         head=head.result(),
     )
 
@@ -280,14 +274,14 @@ def _block(
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     attention, ffn = f"{name}attention.", f"{name}feed_forward."
     return Block(
-        attention_norm=builder.norm(f"{name}attention_norm.weight", dim),
+        attention_norm=builder.vector(f"{name}attention_norm.weight", dim),
         wqkv=builder.projections(
             _Layer(f"{attention}wq", queries, dim, has_bias, rotated_head_size=size),
             _Layer(f"{attention}wk", keys, dim, rotated_head_size=size),
             _Layer(f"{attention}wv", keys, dim, has_bias),
         ),
         wo=builder.projection(_Layer(f"{attention}wo", dim, queries, has_bias)),
-        ffn_norm=builder.norm(f"{name}ffn_norm.weight", dim),
+        ffn_norm=builder.vector(f"{name}ffn_norm.weight", dim),
         w13=builder.projections(_Layer(f"{ffn}w1", hidden, dim), _Layer(f"{ffn}w3", hidden, dim)),
         w2=builder.projection(_Layer(f"{ffn}w2", dim, hidden, has_bias)),
     )

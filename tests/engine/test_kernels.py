@@ -22,7 +22,7 @@ from engine.kernels.linear import (
 from engine.kernels.norm import float32_rms_norm
 from engine.kernels.parallel import Kernel
 from engine.kernels.rope import rotate_and_store
-from engine.kernels.vectors import int8_tile, int8_tile_without_vnni, ints_at, next_number
+from engine.kernels.vectors import TILE_WEIGHTS, ints_at, make_int8_tile, next_number
 from engine.model.layers import rotate
 
 SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320)]
@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 15, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 7, 8, 10, 11, 15, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_int8_layer_sums_exactly(shape: tuple[int, int], num_rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -109,31 +109,36 @@ def test_rotated_keys_and_values_reach_their_slots(head_size: int) -> None:
     assert torch.equal(values, expected[1])
 
 
+int8_tile = make_int8_tile(TILE_WEIGHTS, 3)
+int8_tile_without_vnni = make_int8_tile(TILE_WEIGHTS, 3, use_vnni=False)
+
+
 @Kernel
 def native_tile(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3, 3)
+        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 16, 3)
 
 
 @Kernel
 def tile_without_vnni(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 8, 2, 3, 3)
+        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 16, 3)
 
 
 @pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])
 def test_a_tile_is_exact_at_the_largest_magnitudes(tile: Kernel) -> None:
     """Bytes of 255 and weights of -127 and 127: nothing overflows, with VNNI or without."""
-    weights = np.full((2, 1024), 127, np.int8)
+    weights = np.full((TILE_WEIGHTS, 1024), 127, np.int8)
     weights[1] = -127
+    weights[2] = np.arange(1024) % 255 - 127
     inputs = np.full((3, 1024), 255, np.uint8)
     inputs[1, ::2] = 0
     inputs[2] = np.arange(1024) % 256
-    out = np.zeros((3, 2), np.int32)
-    # Both rows take turns, a step of 64 each.
-    turns = np.ascontiguousarray(weights.reshape(2, -1, 64).transpose(1, 0, 2))
+    out = np.zeros((3, TILE_WEIGHTS), np.int32)
+    # Rows take turns, a step of 64 each.
+    turns = np.ascontiguousarray(weights.reshape(TILE_WEIGHTS, -1, 64).transpose(1, 0, 2))
     tile(turns.ctypes.data, inputs.ctypes.data, out.ctypes.data)
     assert np.array_equal(out, inputs.astype(np.int32) @ weights.T.astype(np.int32))
 

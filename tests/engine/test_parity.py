@@ -47,7 +47,7 @@ class Dense:
     def hidden(self) -> torch.Tensor:
         """(F, dim) outputs of the encoder."""
         x, _ = self.encoder.conv_stem([self.mel.flatten(0, 1)], [self.encoder.initial_conv_state()])
-        return self.encoder.transformer(x, *whole(self.encoder.config, len(x)))
+        return self.encoder.transformer(x, *whole(self.encoder.stack.config, len(x)))
 
     def adapter(self) -> torch.Tensor:
         """(T, dim) outputs of the adapter."""
@@ -58,7 +58,7 @@ class Dense:
         scales = self.decoder.delay_scales(NUM_DELAY_TOKENS)[:, None]
         rows = torch.arange(len(ids))
         return self.decoder(
-            self.adapter()[: len(ids)], ids, scales, rows, *whole(self.decoder.config, len(ids))
+            self.adapter()[: len(ids)], ids, scales, rows, *whole(self.decoder.stack.config, len(ids))
         )
 
 
@@ -153,7 +153,7 @@ def test_greedy_ids_are_equal(
 @torch.inference_mode()
 def test_audio_before_layers_times_window_changes_no_adapter_output(dense: Dense) -> None:
     """FAULTS 25: the encoder's window comes from the config, and nothing reaches past it."""
-    config = dense.encoder.config
+    config = dense.encoder.stack.config
     reach_tokens = config.num_layers * (config.window - 1) // 4 + 2  # the conv stem's tokens
     changed = dense.mel.clone()
     changed[10] += 1.0
@@ -168,7 +168,7 @@ def test_audio_before_layers_times_window_changes_no_adapter_output(dense: Dense
 @torch.inference_mode()
 def test_layers_change_nothing_that_they_share(dense: Dense) -> None:
     """FAULTS 22: slots, rotations and masks are the same after every layer and call."""
-    config = dense.encoder.config
+    config = dense.encoder.stack.config
     x, _ = dense.encoder.conv_stem([dense.mel.flatten(0, 1)], [dense.encoder.initial_conv_state()])
     batch, caches = whole(config, len(x))
     assert isinstance(batch.reads, tuple)
