@@ -40,15 +40,14 @@ from engine.kernels.vectors import (
     words_at,
 )
 
-# The most input rows of a tile, whose sums fit the registers of AVX-512 beside what is multiplied;
-# one more, and the compiler keeps some of them in memory, at half the speed.
-_INT8_INPUTS: Final = 6
-# Of so many rows sums fit for half a tile's weight rows: those are read once, then, not twice.
-_INT8_INPUTS_OF_HALF: Final = 10
+# The most input rows of a tile, whose sums fit the registers of AVX-512 beside what is multiplied.
+_INT8_INPUTS: Final = 10
+_BLOCK_BYTES: Final = 3072
+_INPUT_BYTES: Final = 24 * 1024
+_HALVES_BLOCK_BYTES: Final = 2048
 # Without the processor's own dot product a weight takes two registers.
 _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
-_BFLOAT16_INPUTS: Final = 6 if _HAS_DOT else 5
-_BFLOAT16_INPUTS_OF_HALF: Final = 10 if _HAS_DOT else 5
+_BFLOAT16_INPUTS: Final = 10 if _HAS_DOT else 5
 # Up to so many rows `bfloat16_linear` is faster than PyTorch's product: some tiles.
 MAX_BFLOAT16_ROWS: Final = 42 if _HAS_DOT else 10
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
@@ -74,9 +73,7 @@ MATRIX_NUMBERS: Final = _FIRST_PART + 3 * _PART_NUMBERS
 _ARGS: Final = 7
 # Tiles of up to so many input rows.
 int8_tile = make_int8_tile(TILE_WEIGHTS, _INT8_INPUTS)
-int8_half_tile = make_int8_tile(TILE_WEIGHTS // 2, _INT8_INPUTS_OF_HALF)
 bfloat16_dot = make_bfloat16_tile(1, 1)
-bfloat16_half_tile = make_bfloat16_tile(TILE_WEIGHTS // 2, _BFLOAT16_INPUTS_OF_HALF)
 bfloat16_tile = make_bfloat16_tile(TILE_WEIGHTS, _BFLOAT16_INPUTS)
 # Numbers of a step of bfloat16 weights at even positions, and at odd ones.
 _HALF_STEP: Final = STEP_BYTES // 4
@@ -384,37 +381,30 @@ def _multiply_int8(at, row_bytes, first, end, num_rows, inputs, steps_at, out, o
     """Multiply rows with weight rows from `first` to `end` of the part whose numbers are there."""
     part = carray(longs_at(at), _PART_NUMBERS)
     # Sums are written where the results will stand.
-    if _INT8_INPUTS < num_rows <= _INT8_INPUTS_OF_HALF:
-        for i in range(first, end, 2):
-            weights = part[0] + i // TILE_WEIGHTS * TILE_WEIGHTS * row_bytes
-            int8_half_tile(
-                weights + i % TILE_WEIGHTS * STEP_BYTES,
-                row_bytes,
-                inputs,
-                row_bytes,
-                _AHEAD_BYTES,
-                out + 4 * i,
-                4 * out_dim,
-                num_rows,
-            )
-    else:
-        row = 0
-        while row < num_rows:
-            count = tile_rows(num_rows - row, _INT8_INPUTS)
+    row = 0
+    while row < num_rows:
+        count = tile_rows(num_rows - row, _INT8_INPUTS)
+        most_bytes = row_bytes if count * row_bytes <= _INPUT_BYTES else _BLOCK_BYTES
+        for at in range(0, row_bytes, most_bytes):
+            block_bytes = min(most_bytes, row_bytes - at)
             # The first tile asks memory for the weights that come next.
-            ahead = _AHEAD_BYTES if row == 0 else 0
+            ahead = 0
+            if row == 0:
+                ahead = _AHEAD_BYTES if block_bytes == row_bytes else TILE_WEIGHTS * row_bytes
             for i in range(first, end, TILE_WEIGHTS):
                 int8_tile(
-                    part[0] + i * row_bytes,
+                    part[0] + i * row_bytes + TILE_WEIGHTS * at,
                     row_bytes,
-                    inputs + row * row_bytes,
+                    inputs + row * row_bytes + at,
                     row_bytes,
+                    block_bytes,
                     ahead,
                     out + 4 * (row * out_dim + i),
                     4 * out_dim,
+                    at == 0,
                     count,
                 )
-            row += count
+        row += count
     end = min(end, part[4])
     steps = carray(floats_at(steps_at), num_rows)
     scales, sums = carray(floats_at(part[1]), end), carray(ints_at(part[2]), end)
@@ -435,38 +425,39 @@ def _multiply_bfloat16(at, row_bytes, first, end, num_rows, inputs, out, out_dim
     if num_rows == 1:
         # One input row leaves time to spare: a weight row after the other, straight through.
         for i in range(first, end):
-            weights = part[0] + i * row_bytes
-            bfloat16_dot(
-                weights, row_bytes, inputs, input_bytes, _AHEAD_BYTES, out + 4 * i, 4 * out_dim, 1
-            )
-    elif _BFLOAT16_INPUTS < num_rows <= _BFLOAT16_INPUTS_OF_HALF:
-        for i in range(first, end, 2):
-            bfloat16_half_tile(
-                part[0] + i * row_bytes,
-                row_bytes,
-                inputs,
-                input_bytes,
-                2 * row_bytes,
-                out + 4 * i,
-                4 * out_dim,
-                num_rows,
-            )
+            for at in range(0, row_bytes, _HALVES_BLOCK_BYTES):
+                bfloat16_dot(
+                    part[0] + i * row_bytes + at,
+                    row_bytes,
+                    inputs + _BFLOAT16_INPUT_ROWS * at,
+                    input_bytes,
+                    min(_HALVES_BLOCK_BYTES, row_bytes - at),
+                    _AHEAD_BYTES,
+                    out + 4 * i,
+                    4 * out_dim,
+                    at == 0,
+                    1,
+                )
     else:
         row = 0
         while row < num_rows:
             count = tile_rows(num_rows - row, _BFLOAT16_INPUTS)
             ahead = TILE_WEIGHTS * row_bytes if row == 0 else 0
-            for i in range(first, end, TILE_WEIGHTS):
-                bfloat16_tile(
-                    part[0] + i * row_bytes,
-                    row_bytes,
-                    inputs + row * input_bytes,
-                    input_bytes,
-                    ahead,
-                    out + 4 * (row * out_dim + i),
-                    4 * out_dim,
-                    count,
-                )
+            for at in range(0, row_bytes, _HALVES_BLOCK_BYTES):
+                block_bytes = min(_HALVES_BLOCK_BYTES, row_bytes - at)
+                for i in range(first, end, TILE_WEIGHTS):
+                    bfloat16_tile(
+                        part[0] + i * row_bytes + at,
+                        row_bytes,
+                        inputs + row * input_bytes + _BFLOAT16_INPUT_ROWS * at,
+                        input_bytes,
+                        block_bytes,
+                        ahead,
+                        out + 4 * (row * out_dim + i),
+                        4 * out_dim,
+                        at == 0,
+                        count,
+                    )
             row += count
     _add_bias(part[3], first, end, num_rows, out, out_dim)
 

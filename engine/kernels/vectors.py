@@ -23,7 +23,7 @@ _VOID = ir.VoidType()
 # Bytes of a weight row that a tile takes at once: a register of AVX-512, two of smaller ones.
 STEP_BYTES: Final = 64
 # Weight rows of a tile.
-TILE_WEIGHTS: Final = 4
+TILE_WEIGHTS: Final = 2
 WORDS: Final = ir.VectorType(_I32, STEP_BYTES // 4)
 FLOATS: Final = ir.VectorType(_FLOAT, STEP_BYTES // 4)
 
@@ -229,27 +229,32 @@ def _tile(products: _Products, num_weights: int, max_inputs: int) -> Any:
         weight_bytes: Any,
         inputs: Any,
         input_bytes: Any,
+        num_bytes: Any,
         ahead: Any,
         out: Any,
         out_bytes: Any,
+        is_first: Any,
         num_inputs: Any,
     ) -> Any:
-        """Write the sums of some weight rows and `num_inputs` input rows.
+        """Multiply some weight rows and `num_inputs` input rows, and write the sums or add them.
 
         Args:
+            weight_bytes: of a weight row, from one to the next.
+            num_bytes: of a weight row, what is multiplied.
             ahead: how far ahead of a weight row memory is asked for, in bytes.
+            is_first: 1 to write sums, 0 to add them to those that stand there.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             for_count(
                 builder,
-                args[7],
+                args[9],
                 max_inputs,
-                lambda count: _generate_tile(builder, products, (num_weights, count), args[:7]),
+                lambda count: _generate_tile(builder, products, (num_weights, count), args[:9]),
             )
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 10), generate
 
     return intrinsic(tile)
 
@@ -257,7 +262,7 @@ def _tile(products: _Products, num_weights: int, max_inputs: int) -> Any:
 def _generate_tile(
     builder: Any, products: _Products, shape: tuple[int, int], args: Sequence[Any]
 ) -> None:
-    weights, weight_bytes, inputs, input_bytes, ahead, out, out_bytes = args
+    weights, weight_bytes, inputs, input_bytes, num_bytes, ahead, out, out_bytes, first = args
     num_weights, num_inputs = shape
 
     def rows(address: Any, num_bytes: Any, count: int) -> list[Any]:
@@ -283,25 +288,31 @@ def _generate_tile(
         return added
 
     zeros = [[ir.Constant(products.sums, [0] * products.sums.count)] * num_inputs] * num_weights
-    sums = loop(builder, ir.Constant(_I64, 0), weight_bytes, zeros, step, by=STEP_BYTES)
-    for address, *input_sums in zip(rows(out, out_bytes, num_inputs), *sums, strict=True):
-        totals = _totals(builder, input_sums)
-        for i in range(num_weights):
+    sums = loop(builder, ir.Constant(_I64, 0), num_bytes, zeros, step, by=STEP_BYTES)
+    addresses = [
+        offset(builder, row, 4 * i)
+        for row in rows(out, out_bytes, num_inputs)
+        for i in range(num_weights)
+    ]
+    registers = [register for input_sums in zip(*sums, strict=True) for register in input_sums]
+    is_first = builder.icmp_signed("!=", first, ir.Constant(_I64, 0))
+    for group in range(0, len(registers), 4):
+        totals = _totals(builder, registers[group : group + 4])
+        for i, address in enumerate(addresses[group : group + 4]):
             total = builder.extract_element(totals, ir.Constant(_I32, i))
-            place = builder.inttoptr(offset(builder, address, 4 * i), total.type.as_pointer())
-            builder.store(total, place)
+            place = builder.inttoptr(address, total.type.as_pointer())
+            before = builder.select(is_first, total.type(0), builder.load(place))
+            builder.store(_plus(builder, before, total), place)
 
 
 def _totals(builder: Any, sums: Sequence[Any]) -> Any:
-    """Add up each of one, two or four registers, always in the same order.
+    """Add up each of up to four registers, always in the same order.
 
     Four become one of a quarter of each by three additions, where each alone would take six.
 
     Returns:
-        Four totals, which are the one or the two again where there are no more.
+        Their totals in a vector of four, with the first ones again where there are no more.
     """
-    add = builder.add if sums[0].type.element == _I32 else builder.fadd
-
     def merged(x: Any, y: Any, *orders: Sequence[int]) -> Any:
         """Add up two choices from each four lanes of x, 0 to 3, and of y, 4 to 7."""
         lanes = x.type.count
@@ -309,14 +320,19 @@ def _totals(builder: Any, sums: Sequence[Any]) -> Any:
             [at + i % 4 + i // 4 * lanes for at in range(0, lanes, 4) for i in order]
             for order in orders
         ]
-        return add(*(_shuffled(builder, x, y, numbers) for numbers in chosen))
+        return _plus(builder, *(_shuffled(builder, x, y, numbers) for numbers in chosen))
 
     a, b, c, d = (list(sums) * 4)[:4]
     halves = [merged(*pair, (0, 4, 1, 5), (2, 6, 3, 7)) for pair in ((a, b), (c, d))]
     totals = merged(*halves, (0, 1, 4, 5), (2, 3, 6, 7))
     while totals.type.count > 4:
-        totals = add(*_parts(builder, totals, totals.type.count // 2))
+        totals = _plus(builder, *_parts(builder, totals, totals.type.count // 2))
     return totals
+
+
+def _plus(builder: Any, x: Any, y: Any) -> Any:
+    is_float = getattr(x.type, "element", x.type) == _FLOAT
+    return (builder.fadd if is_float else builder.add)(x, y)
 
 
 def _shuffled(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:

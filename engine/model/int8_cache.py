@@ -23,7 +23,7 @@ from engine.kernels.linear import Int8Tiles
 logger = logging.getLogger(__name__)
 
 # To be raised whenever the same checkpoint would give other files.
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 class Int8Cache:

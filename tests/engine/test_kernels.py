@@ -117,14 +117,14 @@ int8_tile_without_vnni = make_int8_tile(TILE_WEIGHTS, 3, use_vnni=False)
 def native_tile(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile(args[1], 1024, args[2], 1024, 0, args[3], 16, 3)
+        int8_tile(args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3)
 
 
 @Kernel
 def tile_without_vnni(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 0, args[3], 16, 3)
+        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3)
 
 
 @pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])
@@ -132,7 +132,7 @@ def test_a_tile_is_exact_at_the_largest_magnitudes(tile: Kernel) -> None:
     """Bytes of 255 and weights of -127 and 127: nothing overflows, with VNNI or without."""
     weights = np.full((TILE_WEIGHTS, 1024), 127, np.int8)
     weights[1] = -127
-    weights[2] = np.arange(1024) % 255 - 127
+    weights[1, 512:] = np.arange(512) % 255 - 127
     inputs = np.full((3, 1024), 255, np.uint8)
     inputs[1, ::2] = 0
     inputs[2] = np.arange(1024) % 256
