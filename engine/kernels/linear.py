@@ -1,9 +1,12 @@
 """Linear layers of int8 or bfloat16 weights, at the speed of memory where rows are few.
 
-In: weights (out, in), and rows (N, in). Out: rows (N, out). Four weight rows are read side by side
+In: weights (out, in), and rows (N, in). Out: rows (N, out). Two weight rows are read side by side
 and multiplied with a few input rows, whose sums stay in registers: so a decoder step, which has few
 rows, reads each weight once. With more rows, as the encoder has when it runs ahead, weights are
 multiplied again with the next few while they are in the second cache.
+
+`prepare_row` and `multiply` are the two phases of a product, for kernels that have more phases;
+`int8_linear` and `bfloat16_linear` do both alone.
 """
 
 from __future__ import annotations
@@ -40,37 +43,38 @@ from engine.kernels.vectors import (
     words_at,
 )
 
-# The most input rows of a tile, whose sums fit the registers of AVX-512 beside what is multiplied.
+# The most input rows of a tile: their sums, and they, fit the registers of AVX-512.
 _INT8_INPUTS: Final = 10
-_BLOCK_BYTES: Final = 3072
-_INPUT_BYTES: Final = 24 * 1024
-_HALVES_BLOCK_BYTES: Final = 2048
 # Without the processor's own dot product a weight takes two registers.
 _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
 _BFLOAT16_INPUTS: Final = 10 if _HAS_DOT else 5
-# Up to so many rows `bfloat16_linear` is faster than PyTorch's product: some tiles.
+# Up to so many rows `bfloat16_linear` is at least as fast as PyTorch's product, which may have
+# instructions for matrices.
 MAX_BFLOAT16_ROWS: Final = 42 if _HAS_DOT else 10
+# So many bytes of a tile's input rows stay in the first cache. Where weights come from memory
+# meanwhile, reading inputs again from the second one takes up to twice as long. So longer rows are
+# multiplied a block after the other, of these sizes.
+_INT8_BLOCKS_BYTES: Final = 24 << 10  # of all rows together
+_BFLOAT16_BLOCK_BYTES: Final = 2 << 10  # of each row, always: the order of sums depends on it
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
 # 576 KiB, little enough for the second cache.
 _DRAWN: Final = 64
 # How far ahead of where it reads a thread asks for memory.
-_AHEAD_BYTES: Final = 4096
+_AHEAD_BYTES: Final = 16 << 10
 # Of the weights that it will read first a thread asks for so many bytes while it waits.
-_FIRST_BYTES: Final = 1 << 17
+_FIRST_BYTES: Final = 128 << 10
 # The byte that stands for 0 in an input.
 _ZERO: Final = 128
 # The largest magnitude that a row counts as having at least, 1e-30: a step of it is above 0.
 _TINY_BITS: Final = int(np.float32(1e-30).view(np.int32))
 # An input row of bfloat16 weights takes as many bytes as so many weight rows.
 _BFLOAT16_INPUT_ROWS: Final = BFLOAT16_INPUT_BYTES // STEP_BYTES
-# Where in the numbers of a `Matrix` parts begin, how many each has, and how many there are for three
-# parts.
-_FIRST_PART: Final = 5
-_PART_NUMBERS: Final = 5
+# A matrix's numbers: these, and of up to three parts their own.
+_IS_INT8, MATRIX_IN_DIM, _ROW_BYTES, MATRIX_OUT_DIM, _NUM_PARTS, _FIRST_PART = range(6)
+_WEIGHTS, _SCALES, _SUMS, _BIAS, _PART_OUT_DIM, _PART_NUMBERS = range(6)
 MATRIX_NUMBERS: Final = _FIRST_PART + 3 * _PART_NUMBERS
-
-# Integers of a linear kernel's block in front of the weights' numbers.
-_ARGS: Final = 7
+# The linear kernel's block: its counter, these, and the matrix's numbers.
+_NUM_RANGES, _NUM_ROWS, _X, _INPUTS, _STEPS, _OUT, _NUMBERS = range(1, 8)
 # Tiles of up to so many input rows.
 int8_tile = make_int8_tile(TILE_WEIGHTS, _INT8_INPUTS)
 bfloat16_dot = make_bfloat16_tile(1, 1)
@@ -82,14 +86,14 @@ _HALF_STEP: Final = STEP_BYTES // 4
 class Int8Tiles(NamedTuple):
     """Int8 weights in the order in which `int8_linear` reads them, which is straight through.
 
-    A processor reads one stretch of memory ahead of its own accord, four not as well. So the rows
-    of a tile take turns:
+    A processor reads one stretch of memory ahead of its own accord, several not as well. So the
+    rows of a tile take turns:
 
-        output     0        1        2        3        0          1          ...
-        inputs     0..63    0..63    0..63    0..63    64..127    64..127    ...
+        output     0        1        0          1          0           ...
+        inputs     0..63    0..63    64..127    64..127    128..191    ...
     """
 
-    values: Tensor  # (tiles, steps, 4, 64) int8, with zeros where a tile or step is not whole
+    values: Tensor  # (tiles, steps, 2, 64) int8, with zeros where a tile or step is not whole
     scales: Tensor  # (out,) float32, what a step of each output's weights is worth
     sums: Tensor  # (out,) int32, the sum of each output's weights
 
@@ -162,7 +166,12 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Int8Tiles | Tensor, Tensor | None]], in_dim: int) -> Matrix:
-        """Take weights with their biases: all of `int8_linear`, or all of `bfloat16_linear`."""
+        """Take weights and their biases. The caller keeps them alive.
+
+        Args:
+            parts: int8 weights, of one part; or up to three parts that `fits_bfloat16_linear`. A
+                bias is (out,) float32.
+        """
         numbers = []
         for weight, bias in parts:
             bias_at = 0 if bias is None else bias.data_ptr()
@@ -173,7 +182,7 @@ class Matrix(NamedTuple):
                 numbers.append((weight.data_ptr(), 0, 0, bias_at, len(weight)))
         is_int8 = isinstance(parts[0][0], Int8Tiles)
         row_bytes = -(-in_dim // STEP_BYTES) * STEP_BYTES if is_int8 else 2 * in_dim
-        out_dim = sum(-(-number[-1] // TILE_WEIGHTS) * TILE_WEIGHTS for number in numbers)
+        out_dim = sum(-(-part[_PART_OUT_DIM] // TILE_WEIGHTS) * TILE_WEIGHTS for part in numbers)
         return cls(is_int8, in_dim, row_bytes, out_dim, tuple(numbers))
 
     @property
@@ -183,7 +192,7 @@ class Matrix(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """What `multiply` reads: `MATRIX_NUMBERS` integers."""
+        """What `prepare_row` and `multiply` read: `MATRIX_NUMBERS` integers."""
         parts = [number for part in self.parts for number in part]
         numbers = [self.is_int8, self.in_dim, self.row_bytes, self.out_dim, len(self.parts), *parts]
         return numbers + [0] * (MATRIX_NUMBERS - len(numbers))
@@ -197,7 +206,6 @@ def _multiply_alone(x: Tensor, weight: Int8Tiles | Tensor, bias: Tensor | None) 
     steps = torch.empty(num_rows)
     out = torch.empty((num_rows, matrix.out_dim))
     num_threads = torch.get_num_threads()
-    numbers = matrix.numbers
     _linear(
         num_threads,
         num_rows,
@@ -205,8 +213,8 @@ def _multiply_alone(x: Tensor, weight: Int8Tiles | Tensor, bias: Tensor | None) 
         inputs.data_ptr(),
         steps.data_ptr(),
         out.data_ptr(),
-        *numbers,
-        num_counters=phase_counters(num_threads) * 2,
+        *matrix.numbers,
+        num_counters=2 * phase_counters(num_threads),
     )
     return out
 
@@ -227,15 +235,16 @@ def prepare_row(row, x, numbers, inputs, steps):  # type: ignore[no-untyped-def]
     Args:
         row: its number.
         x: where it is, float32.
-        numbers: where the weights' numbers are that it will be multiplied with.
+        numbers: where the numbers of the matrix are that it will be multiplied with.
         inputs: where rows made ready are.
         steps: where it is noted what a step of each row is worth, (N,) float32, of int8 weights.
     """
-    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
-    if weights[0] != 0:
-        _round_row(x, weights[1], weights[2], inputs + row * weights[2], steps + 4 * row)
+    matrix = carray(longs_at(numbers), MATRIX_NUMBERS)
+    in_dim, row_bytes = matrix[MATRIX_IN_DIM], matrix[_ROW_BYTES]
+    if matrix[_IS_INT8]:
+        _round_row(x, in_dim, row_bytes, inputs + row * row_bytes, steps + 4 * row)
     else:
-        _halve_row(x, weights[1], inputs + row * _BFLOAT16_INPUT_ROWS * weights[2])
+        _halve_row(x, in_dim, inputs + row * _BFLOAT16_INPUT_ROWS * row_bytes)
 
 
 @njit
@@ -321,15 +330,21 @@ def wait_for(counter, count, ahead, ahead_end):  # type: ignore[no-untyped-def]
 
 @njit
 def first_bytes(numbers, own, num_ranges):  # type: ignore[no-untyped-def]
-    """Return the address and the end of the weights that a thread will read first."""
-    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
-    row = _start(own % num_ranges, num_ranges, weights[3])
+    """Return from where to where the weights lie that a thread will read first.
+
+    Args:
+        numbers: where the matrix's numbers are.
+        own: the thread's number.
+    """
+    matrix = carray(longs_at(numbers), MATRIX_NUMBERS)
+    row = _start(own % num_ranges, num_ranges, matrix[MATRIX_OUT_DIM])
     part = _FIRST_PART
-    while row >= weights[part + 4] and part + _PART_NUMBERS < MATRIX_NUMBERS:
-        row -= weights[part + 4]
+    while row > 0 and row >= matrix[part + _PART_OUT_DIM]:
+        row -= matrix[part + _PART_OUT_DIM]
         part += _PART_NUMBERS
-    first = weights[part] + row * weights[2]
-    return first, first + min(_FIRST_BYTES, max(weights[part + 4] - row, 0) * weights[2])
+    num_bytes = (matrix[part + _PART_OUT_DIM] - row) * matrix[_ROW_BYTES]
+    first = matrix[part + _WEIGHTS] + row * matrix[_ROW_BYTES]
+    return first, first + min(num_bytes, _FIRST_BYTES)
 
 
 @njit
@@ -343,57 +358,60 @@ def multiply(  # type: ignore[no-untyped-def]
         num_ranges: how many ranges the weight rows are drawn from.
         own: the thread's number.
         num_rows: N.
-        numbers: where the weights' numbers are.
+        numbers: where the matrix's numbers are.
         inputs: where the rows are, made ready.
         steps: what a step of each row is worth.
         out: where results are written, (N, out) float32.
-        sums: where they are added to instead, (N, out) float32, or 0 for nowhere.
+        sums: where they are added to as well, (N, out) float32, or 0 for nowhere.
     """
-    weights = carray(longs_at(numbers), MATRIX_NUMBERS)
-    out_dim = weights[3]
+    matrix = carray(longs_at(numbers), MATRIX_NUMBERS)
+    row_bytes, out_dim = matrix[_ROW_BYTES], matrix[MATRIX_OUT_DIM]
     first, end, num_done = _next_rows(block, counters + 1, num_ranges, own, 0, out_dim)
     while first < end:
         start = 0
-        for part in range(weights[4]):
-            at = numbers + 8 * (_FIRST_PART + part * _PART_NUMBERS)
-            dim = carray(longs_at(at), _PART_NUMBERS)[4]
-            part_first = max(first, start) - start
-            part_end = min(end - start, (dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS)
+        for i in range(matrix[_NUM_PARTS]):
+            part = numbers + 8 * (_FIRST_PART + i * _PART_NUMBERS)
+            part_dim = carray(longs_at(part), _PART_NUMBERS)[_PART_OUT_DIM]
+            whole_dim = (part_dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS
+            part_first, part_end = max(first - start, 0), min(end - start, whole_dim)
             if part_first < part_end:
                 to = out + 4 * start
-                if weights[0] != 0:
+                if matrix[_IS_INT8]:
                     _multiply_int8(
-                        at, weights[2], part_first, part_end, num_rows, inputs, steps, to, out_dim
+                        part, row_bytes, part_first, part_end, num_rows, inputs, steps, to, out_dim
                     )
                 else:
                     _multiply_bfloat16(
-                        at, weights[2], part_first, part_end, num_rows, inputs, to, out_dim
+                        part, row_bytes, part_first, part_end, num_rows, inputs, to, out_dim
                     )
                 if sums != 0:
-                    _add(num_rows, part_first, min(part_end, dim), to, out_dim, sums, dim)
-            start += (dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS
+                    _add(num_rows, part_first, min(part_end, part_dim), to, out_dim, sums, part_dim)
+            start += whole_dim
         count_done(counter_at(block, counters), end - first)
         first, end, num_done = _next_rows(block, counters + 1, num_ranges, own, num_done, out_dim)
 
 
 @njit
-def _multiply_int8(at, row_bytes, first, end, num_rows, inputs, steps_at, out, out_dim):  # type: ignore[no-untyped-def]
+def _multiply_int8(  # type: ignore[no-untyped-def]
+    numbers, row_bytes, first, end, num_rows, inputs, steps_at, out, out_dim
+):
     """Multiply rows with weight rows from `first` to `end` of the part whose numbers are there."""
-    part = carray(longs_at(at), _PART_NUMBERS)
+    part = carray(longs_at(numbers), _PART_NUMBERS)
     # Sums are written where the results will stand.
     row = 0
     while row < num_rows:
         count = tile_rows(num_rows - row, _INT8_INPUTS)
-        most_bytes = row_bytes if count * row_bytes <= _INPUT_BYTES else _BLOCK_BYTES
+        num_blocks = (count * row_bytes + _INT8_BLOCKS_BYTES - 1) // _INT8_BLOCKS_BYTES
+        most_bytes = (row_bytes // STEP_BYTES + num_blocks - 1) // num_blocks * STEP_BYTES
         for at in range(0, row_bytes, most_bytes):
             block_bytes = min(most_bytes, row_bytes - at)
             # The first tile asks memory for the weights that come next.
             ahead = 0
             if row == 0:
-                ahead = _AHEAD_BYTES if block_bytes == row_bytes else TILE_WEIGHTS * row_bytes
+                ahead = _AHEAD_BYTES if num_blocks == 1 else TILE_WEIGHTS * row_bytes
             for i in range(first, end, TILE_WEIGHTS):
                 int8_tile(
-                    part[0] + i * row_bytes + TILE_WEIGHTS * at,
+                    part[_WEIGHTS] + i * row_bytes + TILE_WEIGHTS * at,
                     row_bytes,
                     inputs + row * row_bytes + at,
                     row_bytes,
@@ -405,33 +423,35 @@ def _multiply_int8(at, row_bytes, first, end, num_rows, inputs, steps_at, out, o
                     count,
                 )
         row += count
-    end = min(end, part[4])
+    end = min(end, part[_PART_OUT_DIM])
     steps = carray(floats_at(steps_at), num_rows)
-    scales, sums = carray(floats_at(part[1]), end), carray(ints_at(part[2]), end)
+    scales, sums = carray(floats_at(part[_SCALES]), end), carray(ints_at(part[_SUMS]), end)
     for row in range(num_rows):
         products = carray(ints_at(out + 4 * row * out_dim), end)
         results = carray(floats_at(out + 4 * row * out_dim), end)
         step = steps[row]
         for i in range(first, end):
             results[i] = float32(products[i] - _ZERO * sums[i]) * (step * scales[i])
-    _add_bias(part[3], first, end, num_rows, out, out_dim)
+    _add_bias(part[_BIAS], first, end, num_rows, out, out_dim)
 
 
 @njit
-def _multiply_bfloat16(at, row_bytes, first, end, num_rows, inputs, out, out_dim):  # type: ignore[no-untyped-def]
+def _multiply_bfloat16(  # type: ignore[no-untyped-def]
+    numbers, row_bytes, first, end, num_rows, inputs, out, out_dim
+):
     """Do the same with a part of bfloat16 weights."""
-    part = carray(longs_at(at), _PART_NUMBERS)
+    part = carray(longs_at(numbers), _PART_NUMBERS)
     input_bytes = _BFLOAT16_INPUT_ROWS * row_bytes
     if num_rows == 1:
         # One input row leaves time to spare: a weight row after the other, straight through.
         for i in range(first, end):
-            for at in range(0, row_bytes, _HALVES_BLOCK_BYTES):
+            for at in range(0, row_bytes, _BFLOAT16_BLOCK_BYTES):
                 bfloat16_dot(
-                    part[0] + i * row_bytes + at,
+                    part[_WEIGHTS] + i * row_bytes + at,
                     row_bytes,
                     inputs + _BFLOAT16_INPUT_ROWS * at,
                     input_bytes,
-                    min(_HALVES_BLOCK_BYTES, row_bytes - at),
+                    min(_BFLOAT16_BLOCK_BYTES, row_bytes - at),
                     _AHEAD_BYTES,
                     out + 4 * i,
                     4 * out_dim,
@@ -443,11 +463,11 @@ def _multiply_bfloat16(at, row_bytes, first, end, num_rows, inputs, out, out_dim
         while row < num_rows:
             count = tile_rows(num_rows - row, _BFLOAT16_INPUTS)
             ahead = TILE_WEIGHTS * row_bytes if row == 0 else 0
-            for at in range(0, row_bytes, _HALVES_BLOCK_BYTES):
-                block_bytes = min(_HALVES_BLOCK_BYTES, row_bytes - at)
+            for at in range(0, row_bytes, _BFLOAT16_BLOCK_BYTES):
+                block_bytes = min(_BFLOAT16_BLOCK_BYTES, row_bytes - at)
                 for i in range(first, end, TILE_WEIGHTS):
                     bfloat16_tile(
-                        part[0] + i * row_bytes + at,
+                        part[_WEIGHTS] + i * row_bytes + at,
                         row_bytes,
                         inputs + row * input_bytes + _BFLOAT16_INPUT_ROWS * at,
                         input_bytes,
@@ -459,7 +479,7 @@ def _multiply_bfloat16(at, row_bytes, first, end, num_rows, inputs, out, out_dim
                         count,
                     )
             row += count
-    _add_bias(part[3], first, end, num_rows, out, out_dim)
+    _add_bias(part[_BIAS], first, end, num_rows, out, out_dim)
 
 
 @njit
@@ -485,19 +505,30 @@ def _add(num_rows, first, end, results_at, out_dim, sums_at, sums_dim):  # type:
 
 @Kernel
 def _linear(block: Any) -> None:
-    args = carray(block, _ARGS + MATRIX_NUMBERS)
-    num_ranges, num_rows = args[1], args[2]
-    numbers = address_of(counter_at(block, _ARGS))
+    args = carray(block, _NUMBERS + MATRIX_NUMBERS)
+    num_ranges, num_rows = args[_NUM_RANGES], args[_NUM_ROWS]
+    numbers = address_of(counter_at(block, _NUMBERS))
+    row_bytes = 4 * args[_NUMBERS + MATRIX_IN_DIM]
     own = next_number(block)
-    done, drawn = counter_at(block, len(args)), counter_at(block, len(args) + 1)
+    counters = len(args)
+    drawn = counter_at(block, counters + 1)
     row = next_number(drawn)
     while row < num_rows:
-        prepare_row(row, args[3] + 4 * row * args[_ARGS + 1], numbers, args[4], args[5])
-        next_number(done)
+        prepare_row(row, args[_X] + row * row_bytes, numbers, args[_INPUTS], args[_STEPS])
+        next_number(counter_at(block, counters))
         row = next_number(drawn)
     ahead, ahead_end = first_bytes(numbers, own, num_ranges)
-    wait_for(done, num_rows, ahead, ahead_end)
-    counters = len(args) + 1 + num_ranges
+    wait_for(counter_at(block, counters), num_rows, ahead, ahead_end)
+    counters += 1 + num_ranges
     multiply(
-        block, counters, num_ranges, own, num_rows, numbers, args[4], args[5], args[6], 0
+        block,
+        counters,
+        num_ranges,
+        own,
+        num_rows,
+        numbers,
+        args[_INPUTS],
+        args[_STEPS],
+        args[_OUT],
+        0,
     )

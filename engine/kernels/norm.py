@@ -31,7 +31,12 @@ def float32_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, dim = x.shape
     out = torch.empty_like(x)
     _rms_norm(
-        num_rows, dim, x.data_ptr(), weight.data_ptr(), float32_tensor(eps).data_ptr(), out.data_ptr()
+        num_rows,
+        dim,
+        x.data_ptr(),
+        weight.data_ptr(),
+        float32_tensor(eps).data_ptr(),
+        out.data_ptr(),
     )
     return out
 

@@ -10,7 +10,6 @@ all of it is done; meanwhile they ask memory for the weights that they will read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +20,9 @@ from torch import Tensor
 from engine.kernels.attention import Windows, attend_item
 from engine.kernels.attention_tiles import POWER_COEFFICIENTS as _POWER_COEFFICIENTS
 from engine.kernels.linear import (
+    MATRIX_IN_DIM,
     MATRIX_NUMBERS,
+    MATRIX_OUT_DIM,
     MAX_BFLOAT16_ROWS,
     Matrix,
     first_bytes,
@@ -36,20 +37,48 @@ from engine.kernels.rope import rotate_and_store_row
 from engine.kernels.vectors import counter_at, floats_at, longs_at, next_number
 
 # How rows are made ready to be multiplied: normed first, or gate and up multiplied, or as they are.
-_NORMED: Final = 0
-_GATED: Final = 1
-_PLAIN: Final = 2
+_NORMED, _GATED, _PLAIN = range(3)
 _NUM_PHASES: Final = 10
+# A layer's numbers: its norms, its matrices' numbers, and where its keys and values are.
+_ATTENTION_NORM, _FFN_NORM, _WQKV = range(3)
+_WO: Final = _WQKV + MATRIX_NUMBERS
+_W13: Final = _WO + MATRIX_NUMBERS
+_W2: Final = _W13 + MATRIX_NUMBERS
+_KEYS: Final = _W2 + MATRIX_NUMBERS
+_VALUES: Final = _KEYS + 1
+_LAYER_NUMBERS: Final = _VALUES + 1
+# The kernel's block: its counter, and these.
+(
+    _NUM_RANGES,
+    _NUM_LAYERS,
+    _NUM_ROWS,
+    _NUM_HEADS,
+    _NUM_KV_HEADS,
+    _HEAD_SIZE,
+    _NUM_SLOTS,
+    _NUM_PIECES,
+    _X,
+    _SCALES,
+    _SCALES_LAYER_BYTES,
+    _SCALES_ROW_BYTES,
+    _EPS,
+    _ROTATIONS,
+    _SLOT_MAPPING,
+    _FRAMES,
+    _PIECES,
+    _LAYERS,
+    _NORMED_ROWS,
+    _INPUTS,
+    _STEPS,
+    _QKV,
+    _ATTENDED,
+    _GATE_UP,
+    _OUT,
+    _NUM_ARGS,
+) = range(1, 27)
 _LOG2_E: Final = 1.4426950408889634
+# Added to this number, one up to 2^22 in magnitude is rounded to a whole one.
 _ROUNDER: Final = 1.5 * 2**23
-# A layer's integers: two norms, its matrices, and where its keys and values are.
-_WQKV_AT: Final = 2
-_WO_AT: Final = _WQKV_AT + MATRIX_NUMBERS
-_W13_AT: Final = _WO_AT + MATRIX_NUMBERS
-_W2_AT: Final = _W13_AT + MATRIX_NUMBERS
-_CACHE_AT: Final = _W2_AT + MATRIX_NUMBERS
-_LAYER_NUMBERS: Final = _CACHE_AT + 2
-_NUM_ARGS: Final = 26
 
 
 class LayerWeights(NamedTuple):
@@ -73,29 +102,6 @@ class LayerWeights(NamedTuple):
         return [*norms, *matrices, 0, 0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowBytes:
-    """What a row takes in each buffer."""
-
-    normed: int
-    inputs: int
-    qkv: int
-    attended: int
-    gate_up: int
-    out: int
-
-    @classmethod
-    def of(cls, layer: LayerWeights) -> RowBytes:
-        return cls(
-            normed=4 * layer.wqkv.in_dim,
-            inputs=max(matrix.input_bytes for matrix in layer.matrices),
-            qkv=4 * layer.wqkv.out_dim,
-            attended=4 * layer.wo.in_dim,
-            gate_up=4 * layer.w13.out_dim,
-            out=4 * max(layer.wo.out_dim, layer.w2.out_dim),
-        )
-
-
 class StackKernel:
     """Runs layers on a CPU with a bfloat16 KV cache."""
 
@@ -103,8 +109,17 @@ class StackKernel:
         self, layers: Sequence[LayerWeights], *, num_heads: int, head_size: int, norm_eps: float
     ) -> None:
         self._is_int8 = layers[0].wqkv.is_int8
-        self._numbers = np.array([layer.numbers for layer in layers])
-        self._row_bytes = RowBytes.of(layers[0])
+        self._numbers = np.array([layer.numbers for layer in layers], np.int64)
+        wqkv, wo, w13, w2 = layers[0].matrices
+        self._row_bytes = {
+            _NORMED_ROWS: 4 * wqkv.in_dim,
+            _INPUTS: max(matrix.input_bytes for matrix in layers[0].matrices),
+            _STEPS: 4,
+            _QKV: 4 * wqkv.out_dim,
+            _ATTENDED: 4 * wo.in_dim,
+            _GATE_UP: 4 * w13.out_dim,
+            _OUT: 4 * max(wo.out_dim, w2.out_dim),
+        }  # of each buffer
         self._num_heads, self._head_size = num_heads, head_size
         self._eps = float32_tensor(norm_eps)
 
@@ -134,7 +149,7 @@ class StackKernel:
                 of the feed-forward network, or None.
         """
         numbers = self._numbers.copy()
-        numbers[:, _CACHE_AT:] = [[tensor.data_ptr() for tensor in pair] for pair in caches]
+        numbers[:, _KEYS:] = [[tensor.data_ptr() for tensor in cache] for cache in caches]
         rotations = torch.view_as_real(rotations).contiguous()
         num_rows, num_threads = len(x), torch.get_num_threads()
         num_kv_heads, num_slots, _ = caches[0][0].shape
@@ -143,18 +158,8 @@ class StackKernel:
             scales = scales.contiguous()
             scales_at, layer_bytes = scales.data_ptr(), 4 * scales.stride(0)
             row_bytes = 4 * scales.stride(1) if scales.shape[1] > 1 else 0
-        sizes = self._row_bytes
         buffers = [
-            torch.empty(num_rows * size, dtype=torch.uint8)
-            for size in (
-                sizes.normed,
-                sizes.inputs,
-                4,
-                sizes.qkv,
-                sizes.attended,
-                sizes.gate_up,
-                sizes.out,
-            )
+            torch.empty(num_rows * size, dtype=torch.uint8) for size in self._row_bytes.values()
         ]
         _run_layers(
             num_threads,
@@ -183,128 +188,151 @@ class StackKernel:
 @Kernel
 def _run_layers(block: Any) -> None:
     args = carray(block, _NUM_ARGS)
-    num_ranges, num_layers = args[1], args[2]
     own = next_number(block)
-    phase = _NUM_ARGS
-    scales = args[10]
-    for layer in range(num_layers):
-        _run_layer(block, phase, own, args[18] + 8 * layer * _LAYER_NUMBERS, scales)
-        phase += _NUM_PHASES * (1 + num_ranges)
+    phase, scales = _NUM_ARGS, args[_SCALES]
+    for layer in range(args[_NUM_LAYERS]):
+        _run_layer(block, phase, own, args[_LAYERS] + 8 * layer * _LAYER_NUMBERS, scales)
+        phase += _NUM_PHASES * (1 + args[_NUM_RANGES])
         if scales != 0:
-            scales += args[11]
+            scales += args[_SCALES_LAYER_BYTES]
 
 
 @njit
-def _run_layer(block, phase, own, layer_at, scales):  # type: ignore[no-untyped-def]
-    """Run a layer, whose first phase's counters are at a place in the block."""
-    args = carray(block, _NUM_ARGS)
-    num_ranges, num_rows, num_heads, num_kv_heads, head_size, num_slots = (
-        args[1],
-        args[3],
-        args[4],
-        args[5],
-        args[6],
-        args[7],
-    )
-    x, eps = args[9], carray(floats_at(args[13]), 1)[0]
-    normed, inputs, steps, qkv, attended, gate_up, out = (
-        args[19],
-        args[20],
-        args[21],
-        args[22],
-        args[23],
-        args[24],
-        args[25],
-    )
-    layer = carray(longs_at(layer_at), _LAYER_NUMBERS)
-    wqkv, wo = layer_at + 8 * _WQKV_AT, layer_at + 8 * _WO_AT
-    w13, w2 = layer_at + 8 * _W13_AT, layer_at + 8 * _W2_AT
-    step = 1 + num_ranges
-    dim = layer[_WQKV_AT + 1]
+def _run_layer(block, phase, own, numbers, scales):  # type: ignore[no-untyped-def]
+    """Run a layer.
 
+    Args:
+        phase: where in the block its first phase's counters are.
+        own: the thread's number.
+        numbers: where the layer's numbers are.
+        scales: where its rows' scales are, or 0.
+    """
+    args, layer = carray(block, _NUM_ARGS), carray(longs_at(numbers), _LAYER_NUMBERS)
+    num_ranges, num_rows = args[_NUM_RANGES], args[_NUM_ROWS]
+    inputs, steps, x, out = args[_INPUTS], args[_STEPS], args[_X], args[_OUT]
+    wqkv, wo = numbers + 8 * _WQKV, numbers + 8 * _WO
+    w13, w2 = numbers + 8 * _W13, numbers + 8 * _W2
+    next_phase = 1 + num_ranges
+
+    _prepare(block, phase, _NORMED, x, wqkv, layer[_ATTENTION_NORM], 0)
     ahead, ahead_end = first_bytes(wqkv, own, num_ranges)
-    _prepare(block, phase, _NORMED, num_rows, x, 4 * dim, layer[0], 0, 0, eps, normed, wqkv, inputs, steps)
     wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += step
-    multiply(block, phase, num_ranges, own, num_rows, wqkv, inputs, steps, qkv, 0)
-    qkv_dim = layer[_WQKV_AT + 3]
+    phase += next_phase
+    multiply(block, phase, num_ranges, own, num_rows, wqkv, inputs, steps, args[_QKV], 0)
     ahead, ahead_end = first_bytes(wo, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), qkv_dim, ahead, ahead_end)
-    phase += step
+    ahead = wait_for(counter_at(block, phase), layer[_WQKV + MATRIX_OUT_DIM], ahead, ahead_end)
+    phase += next_phase
 
-    _rotate(block, phase, layer_at, qkv, 4 * qkv_dim)
+    _rotate(block, phase, layer)
     ahead = wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += step
-    num_items = args[8] * num_kv_heads
-    drawn = counter_at(block, phase + 1)
-    item = next_number(drawn)
-    while item < num_items:
-        attend_item(
-            item,
-            num_kv_heads,
-            num_slots,
-            head_size,
-            num_heads // num_kv_heads,
-            args[16],
-            args[17],
-            qkv,
-            4 * qkv_dim,
-            layer[_CACHE_AT],
-            layer[_CACHE_AT + 1],
-            attended,
-        )
-        next_number(counter_at(block, phase))
-        item = next_number(drawn)
+    phase += next_phase
+    _attend(block, phase, layer)
+    num_items = args[_NUM_PIECES] * args[_NUM_KV_HEADS]
     ahead = wait_for(counter_at(block, phase), num_items, ahead, ahead_end)
-    phase += step
+    phase += next_phase
 
-    row_bytes = 4 * num_heads * head_size
-    _prepare(block, phase, _PLAIN, num_rows, attended, row_bytes, 0, 0, 0, eps, normed, wo, inputs, steps)
+    _prepare(block, phase, _PLAIN, args[_ATTENDED], wo, 0, 0)
     wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += step
+    phase += next_phase
     multiply(block, phase, num_ranges, own, num_rows, wo, inputs, steps, out, x)
     ahead, ahead_end = first_bytes(w13, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), layer[_WO_AT + 3], ahead, ahead_end)
-    phase += step
+    ahead = wait_for(counter_at(block, phase), layer[_WO + MATRIX_OUT_DIM], ahead, ahead_end)
+    phase += next_phase
 
-    _prepare(block, phase, _NORMED, num_rows, x, 4 * dim, layer[1], scales, args[12], eps, normed, w13, inputs, steps)
+    _prepare(block, phase, _NORMED, x, w13, layer[_FFN_NORM], scales)
     wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += step
-    multiply(block, phase, num_ranges, own, num_rows, w13, inputs, steps, gate_up, 0)
+    phase += next_phase
+    multiply(block, phase, num_ranges, own, num_rows, w13, inputs, steps, args[_GATE_UP], 0)
     ahead, ahead_end = first_bytes(w2, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), layer[_W13_AT + 3], ahead, ahead_end)
-    phase += step
+    ahead = wait_for(counter_at(block, phase), layer[_W13 + MATRIX_OUT_DIM], ahead, ahead_end)
+    phase += next_phase
 
-    row_bytes = 4 * layer[_W13_AT + 3]
-    _prepare(block, phase, _GATED, num_rows, gate_up, row_bytes, 0, 0, 0, eps, normed, w2, inputs, steps)
+    _prepare(block, phase, _GATED, args[_GATE_UP], w2, 0, 0)
     wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += step
+    phase += next_phase
     multiply(block, phase, num_ranges, own, num_rows, w2, inputs, steps, out, x)
-    wait_for(counter_at(block, phase), layer[_W2_AT + 3], 0, 0)
+    wait_for(counter_at(block, phase), layer[_W2 + MATRIX_OUT_DIM], 0, 0)
 
 
 @njit
-def _prepare(  # type: ignore[no-untyped-def]
-    block, phase, kind, num_rows, rows, row_bytes, norm, scales, scale_bytes, eps, normed, matrix,
-    inputs, steps,
-):
-    """Make rows ready to be multiplied with a matrix."""
-    dim = carray(longs_at(matrix), MATRIX_NUMBERS)[1]
+def _prepare(block, phase, kind, rows, matrix, norm, scales):  # type: ignore[no-untyped-def]
+    """Make rows ready to be multiplied with a matrix, whose numbers are there."""
+    args = carray(block, _NUM_ARGS)
+    num_rows = args[_NUM_ROWS]
+    eps = carray(floats_at(args[_EPS]), 1)[0]
+    dim = carray(longs_at(matrix), MATRIX_NUMBERS)[MATRIX_IN_DIM]
+    # Behind the gate, which takes the result, a row has as much again.
+    row_bytes = 8 * dim if kind == _GATED else 4 * dim
     drawn = counter_at(block, phase + 1)
     row = next_number(drawn)
     while row < num_rows:
         x = rows + row * row_bytes
         if kind == _NORMED:
-            to = normed + 4 * row * dim
-            norm_row(x, dim, norm, eps, to)
+            normed = args[_NORMED_ROWS] + 4 * row * dim
+            norm_row(x, dim, norm, eps, normed)
             if scales != 0:
-                _scale_row(to, scales + row * scale_bytes, dim)
-            x = to
+                _scale_row(normed, scales + row * args[_SCALES_ROW_BYTES], dim)
+            x = normed
         elif kind == _GATED:
             _gate_row(x, dim)
-        prepare_row(row, x, matrix, inputs, steps)
+        prepare_row(row, x, matrix, args[_INPUTS], args[_STEPS])
         next_number(counter_at(block, phase))
         row = next_number(drawn)
+
+
+@njit
+def _rotate(block, phase, layer):  # type: ignore[no-untyped-def]
+    """Turn queries and keys, and write keys and values to the cache."""
+    args = carray(block, _NUM_ARGS)
+    num_rows, num_heads, num_kv_heads = args[_NUM_ROWS], args[_NUM_HEADS], args[_NUM_KV_HEADS]
+    head_bytes = 4 * args[_HEAD_SIZE]
+    slots = carray(longs_at(args[_SLOT_MAPPING]), num_rows)
+    drawn = counter_at(block, phase + 1)
+    row = next_number(drawn)
+    while row < num_rows:
+        q = args[_QKV] + 4 * row * layer[_WQKV + MATRIX_OUT_DIM]
+        k = q + num_heads * head_bytes
+        rotate_and_store_row(
+            num_heads,
+            num_kv_heads,
+            args[_HEAD_SIZE],
+            args[_NUM_SLOTS],
+            q,
+            k,
+            k + num_kv_heads * head_bytes,
+            args[_ROTATIONS] + row * head_bytes,
+            slots[row],
+            layer[_KEYS],
+            layer[_VALUES],
+        )
+        next_number(counter_at(block, phase))
+        row = next_number(drawn)
+
+
+@njit
+def _attend(block, phase, layer):  # type: ignore[no-untyped-def]
+    """Attend from all rows to the cache."""
+    args = carray(block, _NUM_ARGS)
+    num_kv_heads = args[_NUM_KV_HEADS]
+    drawn = counter_at(block, phase + 1)
+    item = next_number(drawn)
+    while item < args[_NUM_PIECES] * num_kv_heads:
+        attend_item(
+            item,
+            num_kv_heads,
+            args[_NUM_SLOTS],
+            args[_HEAD_SIZE],
+            args[_NUM_HEADS] // num_kv_heads,
+            args[_FRAMES],
+            args[_PIECES],
+            args[_QKV],
+            4 * layer[_WQKV + MATRIX_OUT_DIM],
+            layer[_KEYS],
+            layer[_VALUES],
+            args[_ATTENDED],
+        )
+        next_number(counter_at(block, phase))
+        item = next_number(drawn)
 
 
 @njit
@@ -329,7 +357,7 @@ def _gate_row(row, dim):  # type: ignore[no-untyped-def]
 @njit(error_model="numpy", fastmath={"contract"})
 def _power_of_2(x):  # type: ignore[no-untyped-def]
     """Return 2 to the power of a number from -126 to 0."""
-    # Added to this number, x is rounded to a whole one, which stands in the lowest bits.
+    # The whole number stands in the lowest bits.
     rounded = x + float32(_ROUNDER)
     fraction = x - (rounded - float32(_ROUNDER))
     result = float32(_POWER_COEFFICIENTS[5])
@@ -340,32 +368,3 @@ def _power_of_2(x):  # type: ignore[no-untyped-def]
     result = result * fraction + float32(_POWER_COEFFICIENTS[0])
     exponent = np.int32(np.float32(rounded).view(np.int32) + int32(127))
     return result * np.int32(exponent << int32(23)).view(np.float32)
-
-
-@njit
-def _rotate(block, phase, layer_at, qkv, row_bytes):  # type: ignore[no-untyped-def]
-    """Turn queries and keys, and write keys and values to the cache."""
-    args = carray(block, _NUM_ARGS)
-    num_rows, num_heads, num_kv_heads, head_size = args[3], args[4], args[5], args[6]
-    layer = carray(longs_at(layer_at), _LAYER_NUMBERS)
-    slots = carray(longs_at(args[15]), num_rows)
-    keys_at, values_at = 4 * num_heads * head_size, 4 * (num_heads + num_kv_heads) * head_size
-    drawn = counter_at(block, phase + 1)
-    row = next_number(drawn)
-    while row < num_rows:
-        at = qkv + row * row_bytes
-        rotate_and_store_row(
-            num_heads,
-            num_kv_heads,
-            head_size,
-            args[7],
-            at,
-            at + keys_at,
-            at + values_at,
-            args[14] + 4 * row * head_size,
-            slots[row],
-            layer[_CACHE_AT],
-            layer[_CACHE_AT + 1],
-        )
-        next_number(counter_at(block, phase))
-        row = next_number(drawn)

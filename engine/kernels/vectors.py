@@ -313,6 +313,7 @@ def _totals(builder: Any, sums: Sequence[Any]) -> Any:
     Returns:
         Their totals in a vector of four, with the first ones again where there are no more.
     """
+
     def merged(x: Any, y: Any, *orders: Sequence[int]) -> Any:
         """Add up two choices from each four lanes of x, 0 to 3, and of y, 4 to 7."""
         lanes = x.type.count

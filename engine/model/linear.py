@@ -68,7 +68,7 @@ class Linear:
     """A dense linear layer. Rows may have another dtype than weights; what comes out has theirs."""
 
     weight: Tensor  # (out, in)
-    bias: Tensor | None = None  # (out,), of the dtype of rows or of the weight
+    bias: Tensor | None = None  # (out,); on a CPU float32
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) <= MAX_BFLOAT16_ROWS and fits_bfloat16_linear(self.weight):

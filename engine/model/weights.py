@@ -137,7 +137,7 @@ class _Builder:
 
     def conv(self, name: str, out_dim: int, in_dim: int) -> Linear:
         weight = self.tensor(name + ".weight", out_dim, in_dim, KERNEL)
-        return Linear(weight.flatten(1), self.tensor(name + ".bias", out_dim))
+        return Linear(weight.flatten(1), self.vector(name + ".bias", out_dim))
 
     def _bias(self, layer: _Layer) -> Tensor | None:
         if not layer.has_bias:

@@ -25,7 +25,7 @@ from engine.kernels.rope import rotate_and_store
 from engine.kernels.vectors import TILE_WEIGHTS, ints_at, make_int8_tile, next_number
 from engine.model.layers import rotate
 
-SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320)]
+SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320), (6, 10000)]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_rows_that_do_not_lie_together_are_read_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("num_rows", range(1, MAX_BFLOAT16_ROWS + 1))
-@pytest.mark.parametrize("shape", [(4, 32), (36, 96), (1284, 320)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 32), (36, 96), (1284, 320), (6, 4000)], ids=str)
 def test_a_bfloat16_layer_sums_in_float32(shape: tuple[int, int], num_rows: int) -> None:
     weight, x = normal(*shape).bfloat16(), normal(num_rows, shape[1], seed=1).bfloat16().float()
     assert fits_bfloat16_linear(weight)
@@ -124,7 +124,9 @@ def native_tile(block: Any) -> None:
 def tile_without_vnni(block: Any) -> None:
     args = carray(block, 4)
     if next_number(block) == 0:
-        int8_tile_without_vnni(args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3)
+        int8_tile_without_vnni(
+            args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3
+        )
 
 
 @pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])

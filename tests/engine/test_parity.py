@@ -58,7 +58,11 @@ class Dense:
         scales = self.decoder.delay_scales(NUM_DELAY_TOKENS)[:, None]
         rows = torch.arange(len(ids))
         return self.decoder(
-            self.adapter()[: len(ids)], ids, scales, rows, *whole(self.decoder.stack.config, len(ids))
+            self.adapter()[: len(ids)],
+            ids,
+            scales,
+            rows,
+            *whole(self.decoder.stack.config, len(ids)),
         )
 
 

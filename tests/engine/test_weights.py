@@ -71,13 +71,13 @@ def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
                 yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
 
 
-def is_norm(name: str) -> bool:
-    return name.endswith("norm")
+def is_vector(name: str) -> bool:
+    return name.endswith(("norm", "bias"))
 
 
 def dtypes_in(value: object) -> set[torch.dtype]:
-    """Return the dtypes of all tensors but norms, which have that of activations."""
-    return {tensor.dtype for name, tensor in tensors_in(value) if not is_norm(name)}
+    """Return the dtypes of all tensors but norms and biases, which have that of activations."""
+    return {tensor.dtype for name, tensor in tensors_in(value) if not is_vector(name)}
 
 
 def copy_configs(source: Path, folder: Path) -> Path:
@@ -163,7 +163,7 @@ def test_every_weight_has_the_dtype_asked_for(
 ) -> None:
     weights = load(request.getfixturevalue(layout), dtype)
     assert dtypes_in(weights) == {dtype}
-    assert {t.dtype for name, t in tensors_in(weights) if is_norm(name)} == {torch.float32}
+    assert {t.dtype for name, t in tensors_in(weights) if is_vector(name)} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
