@@ -3,8 +3,9 @@
 In: rows of a flat batch, the layers' weights and KV caches. Out: the rows behind the last layer.
 Legend: N rows of the flat batch, H heads, K key/value heads, D head size.
 
-A layer is ten phases. Threads draw a phase's work, rows or pieces or weight rows, and wait until
-all of it is done; meanwhile they ask memory for the weights that they will read next.
+A layer is ten phases: four products, with what makes rows ready for each, rotation and attention.
+Threads draw a phase's work, which is rows, pieces or weight rows, and wait until all of it is done;
+meanwhile they ask memory for the weights that they will read next.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ from engine.kernels.parallel import Kernel
 from engine.kernels.rope import rotate_and_store_row
 from engine.kernels.vectors import counter_at, floats_at, longs_at, next_number
 
-# How rows are made ready to be multiplied: normed first, or gate and up multiplied, or as they are.
-_NORMED, _GATED, _PLAIN = range(3)
-_NUM_PHASES: Final = 10
+# The products of a layer.
+_NUM_PRODUCTS: Final = 4
+_WQKV, _WO, _W13, _W2 = range(_NUM_PRODUCTS)
+# Each has a phase that makes rows ready and one that multiplies; two more rotate and attend.
+_NUM_PHASES: Final = 2 * _NUM_PRODUCTS + 2
 # A layer's numbers: its norms, its matrices' numbers, and where its keys and values are.
-_ATTENTION_NORM, _FFN_NORM, _WQKV = range(3)
-_WO: Final = _WQKV + MATRIX_NUMBERS
-_W13: Final = _WO + MATRIX_NUMBERS
-_W2: Final = _W13 + MATRIX_NUMBERS
-_KEYS: Final = _W2 + MATRIX_NUMBERS
+_ATTENTION_NORM, _FFN_NORM, _MATRICES = range(3)
+_KEYS: Final = _MATRICES + _NUM_PRODUCTS * MATRIX_NUMBERS
 _VALUES: Final = _KEYS + 1
 _LAYER_NUMBERS: Final = _VALUES + 1
 # The kernel's block: its counter, and these.
@@ -67,7 +67,7 @@ _LAYER_NUMBERS: Final = _VALUES + 1
     _FRAMES,
     _PIECES,
     _LAYERS,
-    _NORMED_ROWS,
+    _NORMED,
     _INPUTS,
     _STEPS,
     _QKV,
@@ -112,7 +112,7 @@ class StackKernel:
         self._numbers = np.array([layer.numbers for layer in layers], np.int64)
         wqkv, wo, w13, w2 = layers[0].matrices
         self._row_bytes = {
-            _NORMED_ROWS: 4 * wqkv.in_dim,
+            _NORMED: 4 * wqkv.in_dim,
             _INPUTS: max(matrix.input_bytes for matrix in layers[0].matrices),
             _STEPS: 4,
             _QKV: 4 * wqkv.out_dim,
@@ -188,92 +188,89 @@ class StackKernel:
 @Kernel
 def _run_layers(block: Any) -> None:
     args = carray(block, _NUM_ARGS)
-    own = next_number(block)
-    phase, scales = _NUM_ARGS, args[_SCALES]
-    for layer in range(args[_NUM_LAYERS]):
-        _run_layer(block, phase, own, args[_LAYERS] + 8 * layer * _LAYER_NUMBERS, scales)
-        phase += _NUM_PHASES * (1 + args[_NUM_RANGES])
-        if scales != 0:
-            scales += args[_SCALES_LAYER_BYTES]
-
-
-@njit
-def _run_layer(block, phase, own, numbers, scales):  # type: ignore[no-untyped-def]
-    """Run a layer.
-
-    Args:
-        phase: where in the block its first phase's counters are.
-        own: the thread's number.
-        numbers: where the layer's numbers are.
-        scales: where its rows' scales are, or 0.
-    """
-    args, layer = carray(block, _NUM_ARGS), carray(longs_at(numbers), _LAYER_NUMBERS)
     num_ranges, num_rows = args[_NUM_RANGES], args[_NUM_ROWS]
-    inputs, steps, x, out = args[_INPUTS], args[_STEPS], args[_X], args[_OUT]
-    wqkv, wo = numbers + 8 * _WQKV, numbers + 8 * _WO
-    w13, w2 = numbers + 8 * _W13, numbers + 8 * _W2
-    next_phase = 1 + num_ranges
-
-    _prepare(block, phase, _NORMED, x, wqkv, layer[_ATTENTION_NORM], 0)
-    ahead, ahead_end = first_bytes(wqkv, own, num_ranges)
-    wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += next_phase
-    multiply(block, phase, num_ranges, own, num_rows, wqkv, inputs, steps, args[_QKV], 0)
-    ahead, ahead_end = first_bytes(wo, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), layer[_WQKV + MATRIX_OUT_DIM], ahead, ahead_end)
-    phase += next_phase
-
-    _rotate(block, phase, layer)
-    ahead = wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += next_phase
-    _attend(block, phase, layer)
-    num_items = args[_NUM_PIECES] * args[_NUM_KV_HEADS]
-    ahead = wait_for(counter_at(block, phase), num_items, ahead, ahead_end)
-    phase += next_phase
-
-    _prepare(block, phase, _PLAIN, args[_ATTENDED], wo, 0, 0)
-    wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += next_phase
-    multiply(block, phase, num_ranges, own, num_rows, wo, inputs, steps, out, x)
-    ahead, ahead_end = first_bytes(w13, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), layer[_WO + MATRIX_OUT_DIM], ahead, ahead_end)
-    phase += next_phase
-
-    _prepare(block, phase, _NORMED, x, w13, layer[_FFN_NORM], scales)
-    wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += next_phase
-    multiply(block, phase, num_ranges, own, num_rows, w13, inputs, steps, args[_GATE_UP], 0)
-    ahead, ahead_end = first_bytes(w2, own, num_ranges)
-    ahead = wait_for(counter_at(block, phase), layer[_W13 + MATRIX_OUT_DIM], ahead, ahead_end)
-    phase += next_phase
-
-    _prepare(block, phase, _GATED, args[_GATE_UP], w2, 0, 0)
-    wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
-    phase += next_phase
-    multiply(block, phase, num_ranges, own, num_rows, w2, inputs, steps, out, x)
-    wait_for(counter_at(block, phase), layer[_W2 + MATRIX_OUT_DIM], 0, 0)
+    own = next_number(block)
+    num_products = _NUM_PRODUCTS * args[_NUM_LAYERS]
+    # Where the phase's counters are in the block.
+    phase, next_phase = _NUM_ARGS, 1 + num_ranges
+    ahead, ahead_end = first_bytes(_matrix(args, 0), own, num_ranges)
+    for number in range(num_products):
+        product, matrix = number % _NUM_PRODUCTS, _matrix(args, number)
+        _prepare(block, phase, number)
+        ahead = wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
+        phase += next_phase
+        out, sums = args[_OUT], args[_X]
+        if product == _WQKV:
+            out, sums = args[_QKV], 0
+        elif product == _W13:
+            out, sums = args[_GATE_UP], 0
+        multiply(
+            block,
+            phase,
+            num_ranges,
+            own,
+            num_rows,
+            matrix,
+            args[_INPUTS],
+            args[_STEPS],
+            out,
+            sums,
+        )
+        if number + 1 < num_products:
+            ahead, ahead_end = first_bytes(_matrix(args, number + 1), own, num_ranges)
+        out_dim = carray(longs_at(matrix), MATRIX_NUMBERS)[MATRIX_OUT_DIM]
+        ahead = wait_for(counter_at(block, phase), out_dim, ahead, ahead_end)
+        phase += next_phase
+        if product == _WQKV:
+            layer = carray(longs_at(_layer(args, number)), _LAYER_NUMBERS)
+            _rotate(block, phase, layer, out_dim)
+            ahead = wait_for(counter_at(block, phase), num_rows, ahead, ahead_end)
+            phase += next_phase
+            _attend(block, phase, layer, out_dim)
+            num_items = args[_NUM_PIECES] * args[_NUM_KV_HEADS]
+            ahead = wait_for(counter_at(block, phase), num_items, ahead, ahead_end)
+            phase += next_phase
 
 
 @njit
-def _prepare(block, phase, kind, rows, matrix, norm, scales):  # type: ignore[no-untyped-def]
-    """Make rows ready to be multiplied with a matrix, whose numbers are there."""
+def _layer(args, number):  # type: ignore[no-untyped-def]
+    """Return where the numbers are of the layer that a product belongs to."""
+    return args[_LAYERS] + 8 * (number // _NUM_PRODUCTS * _LAYER_NUMBERS)
+
+
+@njit
+def _matrix(args, number):  # type: ignore[no-untyped-def]
+    """Return where the numbers of a product's matrix are."""
+    at = _MATRICES + number % _NUM_PRODUCTS * MATRIX_NUMBERS
+    return _layer(args, number) + 8 * at
+
+
+@njit
+def _prepare(block, phase, number):  # type: ignore[no-untyped-def]
+    """Make rows ready for a product: normed first, or gate and up multiplied, or as they are."""
     args = carray(block, _NUM_ARGS)
-    num_rows = args[_NUM_ROWS]
+    layer, matrix = carray(longs_at(_layer(args, number)), _LAYER_NUMBERS), _matrix(args, number)
+    num_rows, product = args[_NUM_ROWS], number % _NUM_PRODUCTS
     eps = carray(floats_at(args[_EPS]), 1)[0]
     dim = carray(longs_at(matrix), MATRIX_NUMBERS)[MATRIX_IN_DIM]
-    # Behind the gate, which takes the result, a row has as much again.
-    row_bytes = 8 * dim if kind == _GATED else 4 * dim
+    scales = args[_SCALES]
+    if scales != 0:
+        scales += number // _NUM_PRODUCTS * args[_SCALES_LAYER_BYTES]
     drawn = counter_at(block, phase + 1)
     row = next_number(drawn)
     while row < num_rows:
-        x = rows + row * row_bytes
-        if kind == _NORMED:
-            normed = args[_NORMED_ROWS] + 4 * row * dim
-            norm_row(x, dim, norm, eps, normed)
+        x = args[_NORMED] + 4 * row * dim
+        if product == _WQKV:
+            norm_row(args[_X] + 4 * row * dim, dim, layer[_ATTENTION_NORM], eps, x)
+        elif product == _WO:
+            x = args[_ATTENDED] + 4 * row * dim
+        elif product == _W13:
+            norm_row(args[_X] + 4 * row * dim, dim, layer[_FFN_NORM], eps, x)
             if scales != 0:
-                _scale_row(normed, scales + row * args[_SCALES_ROW_BYTES], dim)
-            x = normed
-        elif kind == _GATED:
+                _scale_row(x, scales + row * args[_SCALES_ROW_BYTES], dim)
+        else:
+            # Behind the gate, which takes the result, a row has as much again.
+            x = args[_GATE_UP] + 8 * row * dim
             _gate_row(x, dim)
         prepare_row(row, x, matrix, args[_INPUTS], args[_STEPS])
         next_number(counter_at(block, phase))
@@ -281,7 +278,7 @@ def _prepare(block, phase, kind, rows, matrix, norm, scales):  # type: ignore[no
 
 
 @njit
-def _rotate(block, phase, layer):  # type: ignore[no-untyped-def]
+def _rotate(block, phase, layer, qkv_dim):  # type: ignore[no-untyped-def]
     """Turn queries and keys, and write keys and values to the cache."""
     args = carray(block, _NUM_ARGS)
     num_rows, num_heads, num_kv_heads = args[_NUM_ROWS], args[_NUM_HEADS], args[_NUM_KV_HEADS]
@@ -290,7 +287,7 @@ def _rotate(block, phase, layer):  # type: ignore[no-untyped-def]
     drawn = counter_at(block, phase + 1)
     row = next_number(drawn)
     while row < num_rows:
-        q = args[_QKV] + 4 * row * layer[_WQKV + MATRIX_OUT_DIM]
+        q = args[_QKV] + 4 * row * qkv_dim
         k = q + num_heads * head_bytes
         rotate_and_store_row(
             num_heads,
@@ -310,7 +307,7 @@ def _rotate(block, phase, layer):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _attend(block, phase, layer):  # type: ignore[no-untyped-def]
+def _attend(block, phase, layer, qkv_dim):  # type: ignore[no-untyped-def]
     """Attend from all rows to the cache."""
     args = carray(block, _NUM_ARGS)
     num_kv_heads = args[_NUM_KV_HEADS]
@@ -326,7 +323,7 @@ def _attend(block, phase, layer):  # type: ignore[no-untyped-def]
             args[_FRAMES],
             args[_PIECES],
             args[_QKV],
-            4 * layer[_WQKV + MATRIX_OUT_DIM],
+            4 * qkv_dim,
             layer[_KEYS],
             layer[_VALUES],
             args[_ATTENDED],
