@@ -59,8 +59,8 @@ _BFLOAT16_BLOCK_BYTES: Final = 2 << 10  # of each row, always: the order of sums
 # Weight rows that a thread draws at a time, at most: of the widest layer's 9,216 bytes 64 rows are
 # 576 KiB, little enough for the second cache.
 _DRAWN: Final = 64
-# How far ahead of where it reads a thread asks for memory, with one row and with more. A pass of the
-# decoder is up to a quarter slower with half or twice as much.
+# How far ahead of where it reads a thread asks for memory, with one row and with more. With half or
+# twice as much a pass of the decoder is up to a quarter slower.
 _AHEAD_BYTES: Final = 4 << 10
 _AHEAD_OF_ROWS_BYTES: Final = 8 << 10
 # Of the weights that it will read first a thread asks for so many bytes while it waits.
