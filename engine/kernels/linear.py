@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from engine.kernels.parallel import Kernel
 from engine.kernels.vectors import (
     BFLOAT16_INPUT_BYTES,
+    HAS_MATRIX_PRODUCT,
     STEP_BYTES,
     TILE_WEIGHTS,
     address_of,
@@ -48,9 +49,8 @@ _INT8_INPUTS: Final = 10
 # Without the processor's own dot product a weight takes two registers.
 _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
 _BFLOAT16_INPUTS: Final = 10 if _HAS_DOT else 5
-# Up to so many rows `bfloat16_linear` is at least as fast as PyTorch's product, which may have
-# instructions for matrices.
-MAX_BFLOAT16_ROWS: Final = 42 if _HAS_DOT else 10
+# Up to so many rows `bfloat16_linear` is as fast as PyTorch's product, or faster.
+MAX_BFLOAT16_ROWS: Final = 10 if not _HAS_DOT else 42 if HAS_MATRIX_PRODUCT else 1024
 # So many bytes of a tile's input rows stay in the first cache. Where weights come from memory
 # meanwhile, reading inputs again from the second one takes up to twice as long. So longer rows are
 # multiplied a block after the other, of these sizes.

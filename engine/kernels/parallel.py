@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -58,11 +59,22 @@ class Kernel:
 
     @cached_property
     def _compiled(self) -> Any:
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_cache_folder())
+        folder = _cache_folder()
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
-            return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
-        except Exception as err:  # no folder can be written, or what lies there is damaged
-            logger.warning("%s is compiled anew at each start: %r", self._function.__name__, err)
+            try:
+                return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
+            except Exception as err:  # what lies there is damaged, or no folder can be written
+                logger.info("%s is compiled again: %r", self._function.__name__, err)
+                shutil.rmtree(folder, ignore_errors=True)
+                return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
+        except Exception as err:
+            logger.warning(
+                "%s is compiled anew at each start, %s being of no use: %r",
+                self._function.__name__,
+                folder,
+                err,
+            )
             return numba.cfunc(_SIGNATURE, **self._options)(self._function)
         finally:
             numba.config.CACHE_DIR = before

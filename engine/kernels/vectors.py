@@ -457,6 +457,8 @@ def _vnni_lanes(features: Mapping[str, bool]) -> int | None:
 
 
 _FEATURES: Final = _features()
+# Whether the processor multiplies matrices of bfloat16, which PyTorch makes use of.
+HAS_MATRIX_PRODUCT: Final = bool(_FEATURES.get("amx-bf16"))
 _HALVES_PRODUCTS: Final = _Halves() if _FEATURES.get("avx512bf16") else _SpreadHalves()
 # Bytes of an input row that `bfloat16_tile` takes at once: as many as of a weight row where it
 # takes bfloat16, twice as many where it takes float32.
