@@ -5,5 +5,6 @@ to be packed for seconds a gigabyte at each start, and its attention wants a win
 These read weights and keys where they lie, in the file or the KV cache, at the speed of memory.
 
 `parallel` runs a kernel on PyTorch's threads, `vectors` and `attention_tiles` hold the pieces that
-are written in LLVM's own language, the others are kernels with what calls them.
+are written in LLVM's own language, `stack` runs all layers of encoder or decoder in one call; the
+others are kernels with what calls them, and the steps that `stack` is made of.
 """

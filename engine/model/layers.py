@@ -1,4 +1,4 @@
-"""The pieces that encoder and decoder share: RoPE, norms and the transformer block.
+"""What encoder and decoder share: RoPE, norms, the transformer block, and a stack of blocks.
 
 Legend: N rows of a flat batch (positions of many sessions, one after the other, no padding),
 H heads, K key/value heads, D head size.

@@ -120,13 +120,15 @@ def matrix(layers: Projection | Projections, in_dim: int) -> Matrix | None:
             parts = each
         case _:
             parts = (layers,)
-    pairs = []
+    pairs: list[tuple[Int8Tiles | Tensor, Tensor | None]] = []
     for part in parts:
         match part:
             case Linear(weight, bias) if fits_bfloat16_linear(weight):
                 pairs.append((weight, bias))
             case Int8Linear(tiles, bias) if len(parts) == 1:
-                return Matrix.of([(tiles, bias)], in_dim)
+                pairs.append((tiles, bias))
             case _:
                 return None
+    if any(bias is not None and bias.dtype is not torch.float32 for _, bias in pairs):
+        return None
     return Matrix.of(pairs, in_dim)

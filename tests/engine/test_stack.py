@@ -191,6 +191,7 @@ def test_layers_that_it_cannot_read_are_left_to_pytorch() -> None:
         replace(block, wo=Linear(torch.zeros(96, 384))),
         replace(block, w13=Each((Linear(torch.zeros(160, 96)), Linear(torch.zeros(160, 96))))),
         replace(block, ffn_norm=block.ffn_norm.bfloat16()),
+        replace(block, w2=Linear(torch.zeros(96, 160).bfloat16(), torch.zeros(96).bfloat16())),
     )
     for other in others:
         assert replace(stack, blocks=(stack.blocks[0], other))._kernel is None
