@@ -8,3 +8,8 @@ These read weights and keys where they lie, in the file or the KV cache, at the 
 are written in LLVM's own language, `stack` runs all layers of encoder or decoder in one call; the
 others are kernels with what calls them, and the steps that `stack` is made of.
 """
+
+import numba
+
+# A kernel is nothing without its compiler: what switches it off for other code is not for these.
+numba.config.DISABLE_JIT = 0

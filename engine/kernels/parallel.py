@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -62,12 +63,14 @@ class Kernel:
         folder = _cache_folder()
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
+            # Where it can't write, Numba would go elsewhere, to a folder for any state of the code.
+            _check_writable(folder)
             try:
-                return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
-            except Exception as err:  # what lies there is damaged, or no folder can be written
+                return self._compile(cache=True)
+            except Exception as err:  # what lies there is damaged
                 logger.info("%s is compiled again: %r", self._function.__name__, err)
-                shutil.rmtree(folder, ignore_errors=True)
-                return numba.cfunc(_SIGNATURE, cache=True, **self._options)(self._function)
+                shutil.rmtree(folder)
+                return self._compile(cache=True)
         except Exception as err:
             logger.warning(
                 "%s is compiled anew at each start, %s being of no use: %r",
@@ -75,9 +78,19 @@ class Kernel:
                 folder,
                 err,
             )
-            return numba.cfunc(_SIGNATURE, **self._options)(self._function)
+            return self._compile(cache=False)
         finally:
             numba.config.CACHE_DIR = before
+
+    def _compile(self, *, cache: bool) -> Any:
+        return numba.cfunc(_SIGNATURE, cache=cache, **self._options)(self._function)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError where no file can be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 @cache

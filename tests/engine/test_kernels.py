@@ -1,5 +1,6 @@
 """Kernels: that their sums are what float64 says, on any processor and any threads."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -174,22 +175,29 @@ def test_a_damaged_cache_is_made_anew(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_cache_that_cannot_be_used_is_named(
+def test_a_cache_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfunc = parallel.numba.cfunc
-
-    def without_cache(*args: Any, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise RuntimeError("no locator available")
-        return cfunc(*args, **options)
-
-    monkeypatch.setattr(parallel, "_cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(parallel.numba, "cfunc", without_cache)
+    place = tmp_path / "kernels"
+    place.write_text("a file, where the folder should be")
+    elsewhere = Path(__file__).parent / "__pycache__"  # where Numba would go
+    before = set(elsewhere.glob("*draw_all*"))
+    monkeypatch.setattr(parallel, "_cache_folder", lambda: place)
     drawn = np.zeros(10, np.int32)
     compile_and_draw(drawn)
     assert (drawn == 1).all()
-    assert f"compiled anew at each start, {tmp_path} being of no use" in caplog.text
+    assert f"compiled anew at each start, {place} being of no use" in caplog.text
+    assert set(elsewhere.glob("*draw_all*")) == before
+
+
+def test_a_kernel_is_compiled_even_where_other_code_is_not() -> None:
+    script = """
+import torch
+from engine.kernels.norm import float32_rms_norm
+assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all()
+"""
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
 
 
 @pytest.fixture(params=[1, 2, 3, 7])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -231,3 +236,12 @@ def test_silero_runs_behind_the_socket() -> None:
         update(client, format=PCM_16, turn_detection=vad(idle_timeout_ms=1000))
         client.append(pcm16(tone(0, num_tokens=20)))
         assert text_of(client.until(COMPLETED)) == ""
+
+
+def test_the_voice_detector_reports_to_nobody(tmp_path: Path) -> None:
+    """Its library would keep a number of the machine's, and a database of what it reports."""
+    script = "from server.session.voice_activity import SileroModel; SileroModel()"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
