@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from numba import carray, float32, int32, njit, uint8
+from numba.extending import register_jitable
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -221,6 +222,7 @@ def _multiply_alone(x: Tensor, weight: Int8Tiles | Tensor, bias: Tensor | None) 
     return out
 
 
+@register_jitable
 def phase_counters(num_threads: int) -> int:
     """Return how many counters a phase has: of what is done, and of what each thread has drawn.
 
@@ -523,7 +525,7 @@ def _linear(block: Any) -> None:
         row = next_number(drawn)
     ahead, ahead_end = first_bytes(numbers, own, num_ranges)
     wait_for(counter_at(block, counters), num_rows, ahead, ahead_end)
-    counters += 1 + num_ranges
+    counters += phase_counters(num_ranges)
     multiply(
         block,
         counters,

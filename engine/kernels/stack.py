@@ -192,7 +192,7 @@ def _run_layers(block: Any) -> None:
     own = next_number(block)
     num_products = _NUM_PRODUCTS * args[_NUM_LAYERS]
     # Where the phase's counters are in the block.
-    phase, next_phase = _NUM_ARGS, 1 + num_ranges
+    phase, next_phase = _NUM_ARGS, phase_counters(num_ranges)
     ahead, ahead_end = first_bytes(_matrix(args, 0), own, num_ranges)
     for number in range(num_products):
         product, matrix = number % _NUM_PRODUCTS, _matrix(args, number)

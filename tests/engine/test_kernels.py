@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,14 +197,6 @@ assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all
 """
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
-
-
-@pytest.fixture(params=[1, 2, 3, 7])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("num_threads")

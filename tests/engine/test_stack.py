@@ -1,6 +1,5 @@
 """All layers in one kernel: that it does what PyTorch does layer by layer, whatever the batch."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -103,14 +102,6 @@ def layer_by_layer(
 @pytest.fixture(params=[False, True], ids=["bfloat16", "int8"])
 def is_int8(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
-
-
-@pytest.fixture(params=[1, 2, 5])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("num_threads")
