@@ -1,1 +1,1 @@
-"""Benchmarks: run from the project's folder, as `python -m bench.load_test`. See README.md."""
+"""Benchmarks: `python -m voxlite.bench.load_test` and others. See README.md."""

@@ -1,6 +1,6 @@
 """How far int8 layers are from dense ones, by class, on what a model really hears.
 
-    python -m bench.int8_error [AUDIO ...] [--model DIR]
+    python -m voxlite.bench.int8_error [AUDIO ...] [--model DIR]
 
 In: a checkpoint and audio files. Out: for each class of layers the error of its int8 outputs beside
 those in float32, from the same inputs, relative to their magnitude: over all rows and layers.
@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine import Engine, EngineConfig
-from engine.audio.audio_file import read_audio
-from engine.config import SessionOptions
-from engine.model.layers import Block, Stack
-from engine.model.linear import Each, Int8Linear, Linear, Projection, Projections, quantize
-from server.bundled import bundled_model
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.model.layers import Block, Stack
+from voxlite.engine.model.linear import Each, Int8Linear, Linear, Projection, Projections, quantize
+from voxlite.server.bundled import bundled_model
 
 # What a layer is multiplied into, by the names of its place in a block.
 _NAMES = dict(wqkv="query, key, value", wo="attention output", w13="gate, up", w2="down")

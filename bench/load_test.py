@@ -1,7 +1,7 @@
 """Open N sessions on a running server, speak to them in real time, and report how late text comes.
 
     voxlite serve --max-num-seqs 64 &
-    python -m bench.load_test --sessions 64 --seconds 60
+    python -m voxlite.bench.load_test --sessions 64 --seconds 60
 
 In: a server's address and a WAV file, which is looped with pauses. Out: a table, or JSON. Times are
 by the schedule of the audio, not by when this process got round to sending it, so a machine that is
@@ -35,7 +35,7 @@ from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from bench.deltas import (
+from voxlite.bench.deltas import (
     TOKEN_MS,
     Arrival,
     DeltaTiming,
@@ -45,7 +45,7 @@ from bench.deltas import (
     start_ms,
     time_deltas,
 )
-from client.audio_sources import BYTES_PER_SECOND, SAMPLE_RATE_HZ, cut
+from voxlite.client.audio_sources import BYTES_PER_SECOND, SAMPLE_RATE_HZ, cut
 
 _BYTES_PER_MS: Final = BYTES_PER_SECOND // 1000
 _SAMPLE: Final = Path(__file__).resolve().parent.parent / "models" / "demo" / "sample.wav"
@@ -423,7 +423,7 @@ def find_limit(
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.load_test",
+        prog="python -m voxlite.bench.load_test",
         description="Open real-time sessions on a running server; report how late text comes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

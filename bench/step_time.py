@@ -1,6 +1,6 @@
 """Step through one session that never ends; report whether steps get slower or memory grows.
 
-    python -m bench.step_time --plot docs/step-time.png
+    python -m voxlite.bench.step_time --plot docs/step-time.png
 
 In: a model, by default the bundled one, and how many steps. Out: the median step of the second and
 of the last thousand, resident memory, and a plot of both. The session hears the bundled sample
@@ -27,9 +27,9 @@ import psutil
 from numpy.typing import NDArray
 from rich.progress import track
 
-from engine import Engine, EngineConfig, SessionOptions
-from engine.audio.audio_file import read_audio
-from server.bundled import bundled_model
+from voxlite.engine import Engine, EngineConfig, SessionOptions
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.server.bundled import bundled_model
 
 matplotlib.use("Agg")
 

@@ -1,7 +1,7 @@
 """Speak words whose ends are known to a running server; report when their text came.
 
     voxlite serve &
-    python -m bench.word_delay --sessions 2
+    python -m voxlite.bench.word_delay --sessions 2
 
 In: a server's address and phrases, which Festival speaks and tells the word ends of. Out: two rows,
 how long after its word's end a word's text was there, and how long after the commit a turn's last
@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect
 
-from bench.deltas import Arrival, Percentiles, TimedWord, percentiles
-from bench.load_test import encode, read_wav, socket_url
-from client.audio_sources import BYTES_PER_SECOND
+from voxlite.bench.deltas import Arrival, Percentiles, TimedWord, percentiles
+from voxlite.bench.load_test import encode, read_wav, socket_url
+from voxlite.client.audio_sources import BYTES_PER_SECOND
 
 _BYTES_PER_MS: Final = BYTES_PER_SECOND // 1000
 _CHUNK_MS: Final = 80.0
@@ -163,7 +163,7 @@ async def _receive(socket: ClientConnection, began_s: float) -> tuple[list[Arriv
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.word_delay",
+        prog="python -m voxlite.bench.word_delay",
         description="Speak words with known ends to a running server; report when they come.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

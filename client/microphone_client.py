@@ -15,8 +15,8 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from client.audio_sources import Microphone
-from client.openai_realtime_client import (
+from voxlite.client.audio_sources import Microphone
+from voxlite.client.openai_realtime_client import (
     add_connection_flags,
     client_of,
     print_transcription,

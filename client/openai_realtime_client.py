@@ -18,7 +18,7 @@ from typing import Any, Final
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from client.audio_sources import (
+from voxlite.client.audio_sources import (
     BYTES_PER_SECOND,
     AudioSourceError,
     cut,
@@ -27,7 +27,7 @@ from client.audio_sources import (
     read_stream,
     unpaced,
 )
-from client.realtime_client import Delta, Done, RealtimeClient, RealtimeError
+from voxlite.client.realtime_client import Delta, Done, RealtimeClient, RealtimeError
 
 _SAMPLE: Final = Path(__file__).resolve().parent.parent / "models" / "demo" / "sample.wav"
 

@@ -1,8 +1,8 @@
 """A realtime transcription engine for Voxtral-Realtime checkpoints, on PyTorch's own operators."""
 
-from engine.config import EngineConfig, SessionOptions
-from engine.engine import Engine, EngineStats, StepStats
-from engine.errors import (
+from voxlite.engine.config import EngineConfig, SessionOptions
+from voxlite.engine.engine import Engine, EngineStats, StepStats
+from voxlite.engine.errors import (
     CheckpointError,
     EngineFailure,
     InvalidInput,
@@ -10,8 +10,8 @@ from engine.errors import (
     SessionClosed,
     VoxliteError,
 )
-from engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
-from engine.session import Session
+from voxlite.engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
+from voxlite.engine.session import Session
 
 __all__ = [
     "CheckpointError",

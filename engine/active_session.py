@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.audio.audio_stream import AudioStream
-from engine.config import BOS_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions, prompt_ids
-from engine.detokenizer import Detokenizer, WordTimer
-from engine.drafting import DraftYield
-from engine.errors import EngineFailure
-from engine.events import Event, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, Command, Configure, Discard, Flush, InboxBudget
-from engine.model.encoder import ConvState
-from engine.model_runner import DecodeResult, EncodeResult
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.config import BOS_ID, STREAMING_WORD_ID, AudioConfig, SessionOptions, prompt_ids
+from voxlite.engine.detokenizer import Detokenizer, WordTimer
+from voxlite.engine.drafting import DraftYield
+from voxlite.engine.errors import EngineFailure
+from voxlite.engine.events import Event, TextDelta, Usage, UtteranceDone, Word
+from voxlite.engine.inbox import Append, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.model.encoder import ConvState
+from voxlite.engine.model_runner import DecodeResult, EncodeResult
 
 
 @dataclass(slots=True, kw_only=True)

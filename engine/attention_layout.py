@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import TransformerConfig
-from engine.kernels.attention import Windows, fits_windowed_attention
-from engine.kv_cache_manager import BlockTable
-from engine.model.attention import AttentionBatch, Segment, first_key, window_mask
-from engine.model.layers import Rope
+from voxlite.engine.config import TransformerConfig
+from voxlite.engine.kernels.attention import Windows, fits_windowed_attention
+from voxlite.engine.kv_cache_manager import BlockTable
+from voxlite.engine.model.attention import AttentionBatch, Segment, first_key, window_mask
+from voxlite.engine.model.layers import Rope
 
 
 class Part(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.errors import Overloaded
+from voxlite.engine.errors import Overloaded
 
 _FREE: Final = 0
 _RESERVED: Final = 1

@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from engine.errors import CheckpointError
+from voxlite.engine.errors import CheckpointError
 
 # One format only: the published folder holds the same 8.9 GB of weights twice.
 _MISTRAL_FILES: Final = ("params.json", "tekken.json", "consolidated*.safetensors*")

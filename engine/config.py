@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.errors import CheckpointError, InvalidInput
+from voxlite.engine.errors import CheckpointError, InvalidInput
 
 BOS_ID: Final = 1
 STREAMING_PAD_ID: Final = 32

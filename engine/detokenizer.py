@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
-from engine.events import Word
+from voxlite.engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
+from voxlite.engine.events import Word
 
 # Without white space or pads, text is cut into words of this length, so that none grows for ever.
 _MAX_WORD_CHARACTERS: Final = 200

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
+from voxlite.engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
 
 # A pad, and a word beside it.
 ROWS_PER_DRAFT: Final = 2

@@ -23,18 +23,18 @@ from typing import NamedTuple, Self, TypeVar
 import psutil
 import torch
 
-from engine.active_session import ActiveSession
-from engine.block_pool import BlockPool
-from engine.checkpoint import find_checkpoint
-from engine.config import (
+from voxlite.engine.active_session import ActiveSession
+from voxlite.engine.block_pool import BlockPool
+from voxlite.engine.checkpoint import find_checkpoint
+from voxlite.engine.config import (
     LEGAL_DELAYS_MS,
     EngineConfig,
     ModelConfig,
     SessionOptions,
     read_model_config,
 )
-from engine.drafting import ROWS_PER_DRAFT
-from engine.errors import (
+from voxlite.engine.drafting import ROWS_PER_DRAFT
+from voxlite.engine.errors import (
     CheckpointError,
     EngineFailure,
     InvalidInput,
@@ -42,19 +42,19 @@ from engine.errors import (
     SessionClosed,
     VoxliteError,
 )
-from engine.events import Event, SessionEnded
-from engine.inbox import Append, Close, Command, InboxBudget
-from engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
-from engine.model.checkpoint_files import CheckpointFiles
-from engine.model.int8_cache import Int8Cache
-from engine.model.malloc import keep_freed_memory
-from engine.model.weights import TensorSource
-from engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
-from engine.own_thread import on_own_thread
-from engine.prefix_cache import PrefixCache
-from engine.scheduler import DecodePlan, EncodePlan, Scheduler
-from engine.session import Session
-from engine.tokenizer import Tokenizer
+from voxlite.engine.events import Event, SessionEnded
+from voxlite.engine.inbox import Append, Close, Command, InboxBudget
+from voxlite.engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
+from voxlite.engine.model.checkpoint_files import CheckpointFiles
+from voxlite.engine.model.int8_cache import Int8Cache
+from voxlite.engine.model.malloc import keep_freed_memory
+from voxlite.engine.model.weights import TensorSource
+from voxlite.engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
+from voxlite.engine.own_thread import on_own_thread
+from voxlite.engine.prefix_cache import PrefixCache
+from voxlite.engine.scheduler import DecodePlan, EncodePlan, Scheduler
+from voxlite.engine.session import Session
+from voxlite.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.errors import VoxliteError
+from voxlite.engine.errors import VoxliteError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

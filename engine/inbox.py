@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SessionOptions
-from engine.errors import Overloaded, SessionClosed
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.errors import Overloaded, SessionClosed
 
 
 @dataclass(frozen=True, slots=True)

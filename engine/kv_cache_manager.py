@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool
-from engine.config import TransformerConfig, cdiv
+from voxlite.engine.block_pool import BlockPool
+from voxlite.engine.config import TransformerConfig, cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention_layout import Part, lay_out
-from engine.audio.log_mel import LogMel
-from engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
-from engine.drafting import ROWS_PER_DRAFT, drafted_ids, right_rows
-from engine.kv_cache_manager import BlockTable, KVCacheSpec
-from engine.model.attention import KVCache, LayerCache
-from engine.model.encoder import ConvState
-from engine.model.int8_cache import Int8Cache
-from engine.model.layers import Rope
-from engine.model.weights import TensorSource, load_weights
+from voxlite.engine.attention_layout import Part, lay_out
+from voxlite.engine.audio.log_mel import LogMel
+from voxlite.engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
+from voxlite.engine.drafting import ROWS_PER_DRAFT, drafted_ids, right_rows
+from voxlite.engine.kv_cache_manager import BlockTable, KVCacheSpec
+from voxlite.engine.model.attention import KVCache, LayerCache
+from voxlite.engine.model.encoder import ConvState
+from voxlite.engine.model.int8_cache import Int8Cache
+from voxlite.engine.model.layers import Rope
+from voxlite.engine.model.weights import TensorSource, load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

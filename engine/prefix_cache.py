@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.audio.audio_stream import AudioStream
-from engine.config import AudioConfig, prompt_ids
-from engine.kv_cache_manager import BlockTable
-from engine.model.attention import LayerCache
-from engine.model_runner import DecodeJob, EncodeJob, EncodeResult, ModelRunner
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.config import AudioConfig, prompt_ids
+from voxlite.engine.kv_cache_manager import BlockTable
+from voxlite.engine.model.attention import LayerCache
+from voxlite.engine.model_runner import DecodeJob, EncodeJob, EncodeResult, ModelRunner
 
 
 class PrefixCache:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from engine.active_session import ActiveSession
-from engine.drafting import ROWS_PER_DRAFT
+from voxlite.engine.active_session import ActiveSession
+from voxlite.engine.drafting import ROWS_PER_DRAFT
 
 # Up to this many rows an int8 product takes hardly longer than with one.
 _MAX_DRAFT_ROWS: Final = 8

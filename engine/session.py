@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SessionOptions
-from engine.errors import InvalidInput, SessionClosed
-from engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.errors import InvalidInput, SessionClosed
+from voxlite.engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
 
 # Long appends are cut, so that the engine takes up about as much as it can use and no more.
 _PIECE_SAMPLES: Final = 16_000

@@ -10,8 +10,8 @@ from pathlib import Path
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from engine.config import AudioConfig
-from engine.errors import CheckpointError, InvalidInput
+from voxlite.engine.config import AudioConfig
+from voxlite.engine.errors import CheckpointError, InvalidInput
 
 
 class Tokenizer:

@@ -12,10 +12,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.auth import KeyRing, OriginPolicy, key_in
-from server.http.errors import error_body
-from server.metrics import Metrics
-from server.wording import shorten
+from voxlite.server.auth import KeyRing, OriginPolicy, key_in
+from voxlite.server.http.errors import error_body
+from voxlite.server.metrics import Metrics
+from voxlite.server.wording import shorten
 
 # What a load balancer asks, and the page that asks for the key.
 PUBLIC_PATHS: Final = ("/health", "/ping", "/")

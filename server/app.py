@@ -11,20 +11,20 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from engine.engine import Engine
-from engine.errors import VoxliteError
-from server.access import AccessControl
-from server.async_engine import AsyncEngine, TranscriptionEngine
-from server.auth import ClientSecrets, KeyRing, OriginPolicy, is_loopback
-from server.http import models, operations, transcriptions, web
-from server.http.errors import add_error_handlers
-from server.metrics import Metrics
-from server.realtime import routes
-from server.services import Services
-from server.session.transcription_session import SessionServices
-from server.session.voice_activity import SileroModel, VoiceModel
-from server.settings import ServerSettings
-from server.warm_up import log_speed
+from voxlite.engine.engine import Engine
+from voxlite.engine.errors import VoxliteError
+from voxlite.server.access import AccessControl
+from voxlite.server.async_engine import AsyncEngine, TranscriptionEngine
+from voxlite.server.auth import ClientSecrets, KeyRing, OriginPolicy, is_loopback
+from voxlite.server.http import models, operations, transcriptions, web
+from voxlite.server.http.errors import add_error_handlers
+from voxlite.server.metrics import Metrics
+from voxlite.server.realtime import routes
+from voxlite.server.services import Services
+from voxlite.server.session.transcription_session import SessionServices
+from voxlite.server.session.voice_activity import SileroModel, VoiceModel
+from voxlite.server.settings import ServerSettings
+from voxlite.server.warm_up import log_speed
 
 logger = logging.getLogger(__name__)
 

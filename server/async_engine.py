@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import ModelConfig, SessionOptions
-from engine.engine import EngineStats
-from engine.errors import EngineFailure, Overloaded, VoxliteError
-from engine.events import Event
+from voxlite.engine.config import ModelConfig, SessionOptions
+from voxlite.engine.engine import EngineStats
+from voxlite.engine.errors import EngineFailure, Overloaded, VoxliteError
+from voxlite.engine.events import Event
 
 logger = logging.getLogger(__name__)
 

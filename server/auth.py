@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from engine.errors import Overloaded
+from voxlite.engine.errors import Overloaded
 
 KEY_SUBPROTOCOL: Final = "openai-insecure-api-key."
 SUBPROTOCOL: Final = "realtime"

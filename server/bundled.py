@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from engine.errors import CheckpointError
+from voxlite.engine.errors import CheckpointError
 
 _DEMO: Final = Path(__file__).parent.parent / "models" / "demo"
 

@@ -81,9 +81,9 @@ def transcribe(
     verbose: Annotated[bool, typer.Option(help="Log what the engine does.")] = False,
 ) -> None:
     """Transcribe audio files, in any format, rate and number of channels that libsndfile reads."""
-    from engine import Engine, EngineConfig, SessionOptions
-    from server.bundled import bundled_model
-    from server.commands.transcribe import transcribe_files
+    from voxlite.engine import Engine, EngineConfig, SessionOptions
+    from voxlite.server.bundled import bundled_model
+    from voxlite.server.commands.transcribe import transcribe_files
 
     configure_logging(logging.INFO if verbose else logging.WARNING)
     config = EngineConfig(
@@ -121,9 +121,9 @@ def evaluate(
     from rich.console import Console
     from rich.table import Table
 
-    from engine import Engine, EngineConfig, SessionOptions
-    from server.bundled import bundled_model
-    from server.commands.evaluate import normalize, read_manifest, score_sets, transcripts
+    from voxlite.engine import Engine, EngineConfig, SessionOptions
+    from voxlite.server.bundled import bundled_model
+    from voxlite.server.commands.evaluate import normalize, read_manifest, score_sets, transcripts
 
     clips = read_manifest(manifest)
     config = EngineConfig(
@@ -226,8 +226,8 @@ def serve(
 ) -> None:
     """Serve realtime transcription. Every flag can come from the environment: VOXLITE_PORT=8000."""
     flags = locals()
-    from server.commands.serve import serve as run
-    from server.commands.serve import settings_of
+    from voxlite.server.commands.serve import serve as run
+    from voxlite.server.commands.serve import settings_of
 
     configure_logging(logging.INFO)
     run(settings_of(**flags))
@@ -259,9 +259,9 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the engine on this machine: passes, clips, memory, beside what the memory allows."""
-    from engine import EngineConfig, InvalidInput
-    from server.bundled import bundled_model
-    from server.commands.benchmark import print_report, run_bench
+    from voxlite.engine import EngineConfig, InvalidInput
+    from voxlite.server.bundled import bundled_model
+    from voxlite.server.commands.benchmark import print_report, run_bench
 
     configure_logging(logging.WARNING)
     if model is not None and preset is not None:
@@ -298,7 +298,7 @@ def bench(
 @app.command()
 def demo() -> None:
     """Start a server, speak the bundled sample to it in real time, print the words as they come."""
-    from server.commands.demo import run_demo
+    from voxlite.server.commands.demo import run_demo
 
     configure_logging(logging.WARNING)
     run_demo()
@@ -314,7 +314,7 @@ def main() -> None:
     try:
         app()
     except Exception as err:
-        from engine.errors import VoxliteError
+        from voxlite.engine.errors import VoxliteError
 
         if not isinstance(err, VoxliteError):
             raise

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from engine.errors import CheckpointError, InvalidInput, Overloaded, SessionClosed, VoxliteError
-from server.async_engine import NotLoaded
-from server.protocol.messages import Fault
+from voxlite.engine.errors import (
+    CheckpointError,
+    InvalidInput,
+    Overloaded,
+    SessionClosed,
+    VoxliteError,
+)
+from voxlite.server.async_engine import NotLoaded
+from voxlite.server.protocol.messages import Fault
 
 # The first class that fits counts.
 _FAULTS: tuple[tuple[type[VoxliteError], Fault], ...] = (

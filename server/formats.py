@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from engine.events import Word
+from voxlite.engine.events import Word
 
 _SENTENCE_ENDS: Final = (".", "?", "!", "…", "。", "？", "！", "؟", "।")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from engine.errors import InvalidInput
+from voxlite.engine.errors import InvalidInput
 
 _BACKLOG: Final = 2048
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
 
-from engine.config import LEGAL_DELAYS_MS, AudioConfig
-from server.async_engine import AsyncEngine, EngineStatus
-from server.auth import ClientSecrets
-from server.metrics import Metrics
-from server.session.session_config import ServerOffer
-from server.session.transcription_session import SessionServices, TranscriptionSession
-from server.settings import ServerSettings
+from voxlite.engine.config import LEGAL_DELAYS_MS, AudioConfig
+from voxlite.server.async_engine import AsyncEngine, EngineStatus
+from voxlite.server.auth import ClientSecrets
+from voxlite.server.metrics import Metrics
+from voxlite.server.session.session_config import ServerOffer
+from voxlite.server.session.transcription_session import SessionServices, TranscriptionSession
+from voxlite.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import LEGAL_DELAYS_MS, EngineConfig
-from server.bundled import bundled_model
+from voxlite.engine.config import LEGAL_DELAYS_MS, EngineConfig
+from voxlite.server.bundled import bundled_model
 
 _PREFIX: Final = "VOXLITE_"
 BUNDLED_NAME: Final = "voxlite-demo"

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from engine.config import SessionOptions
-from engine.engine import Engine
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

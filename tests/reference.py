@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine.audio.audio_stream import AudioStream
-from engine.audio.log_mel import LogMel
-from engine.config import AudioConfig
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.audio.log_mel import LogMel
+from voxlite.engine.config import AudioConfig
 
 
 def load_reference(folder: Path, **options: Any) -> VoxtralRealtimeForConditionalGeneration:

@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine import Engine, EngineConfig
-from engine.audio.audio_file import read_audio
-from server.bundled import bundled_model
-from server.commands.evaluate import normalize, score
 from tests.checkpoints import write_hugging_face_checkpoint
 from tests.engine.harness import transcribe
 from tests.reference import greedy_ids, load_reference, mel_features
 from training.manifests import robustness
 from training.prepare_data import is_validation
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.server.bundled import bundled_model
+from voxlite.server.commands.evaluate import normalize, score
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 NUM_UTTERANCES = 40  # half orders, half digit strings

@@ -14,11 +14,11 @@ from typing import TypeVar
 import numpy as np
 from scipy.signal import oaconvolve
 
-from engine.config import AudioConfig
 from training.clip_bank import SAMPLE_RATE, Clip, ClipBank, Samples, Word
 from training.noise import SOUNDS, colored_noise, unit_rms
 from training.spectrogram import NO_WARP, Spectrogram, Stretch, Warp, WarpedSpectrogram
 from training.text import DIGITS, TEENS, TENS
+from voxlite.engine.config import AudioConfig
 
 Rng = np.random.Generator
 T = TypeVar("T")

@@ -11,11 +11,11 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from engine.config import LEGAL_DELAYS_MS, AudioConfig
 from training.clip_bank import ClipBank, Word
 from training.compose import Composer
 from training.lexicon import Lexicon
 from training.targets import target_ids
+from voxlite.engine.config import LEGAL_DELAYS_MS, AudioConfig
 
 IntArray = npt.NDArray[np.int64]
 

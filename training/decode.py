@@ -17,11 +17,11 @@ from transformers import (
     VoxtralRealtimeForConditionalGeneration,
 )
 
-from engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, cdiv
 from training.clip_bank import Samples
 from training.dataset import NUM_SPECIAL_TOKENS
 from training.model import ATTENTION_NAME, new_model
 from training.spectrogram import NO_WARP, Stretch, WarpedSpectrogram
+from voxlite.engine.config import BOS_ID, STREAMING_PAD_ID, AudioConfig, cdiv
 
 MAX_TOKENS_PER_BATCH = 12_000
 

@@ -14,11 +14,11 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from torch import Tensor
 from transformers import VoxtralRealtimeConfig
 
-from engine.config import AudioConfig
-from server.commands.evaluate import Clip, normalize, read_manifest, score_sets
 from training.decode import Transcriber, gained, load_for_decoding
 from training.model import load_checkpoint
 from training.prepare_data import load_audio
+from voxlite.engine.config import AudioConfig
+from voxlite.server.commands.evaluate import Clip, normalize, read_manifest, score_sets
 
 
 def load_transcriber(checkpoint: Path, tekken: Path) -> Transcriber:

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine.model.checkpoint_files import hugging_face_name
-from engine.model.weights import split_halves_to_pairs
 from training.model import load_checkpoint
+from voxlite.engine.model.checkpoint_files import hugging_face_name
+from voxlite.engine.model.weights import split_halves_to_pairs
 
 _EMBEDDER = "mm_streams_embeddings.embedding_module."
 _ENCODER = _EMBEDDER + "whisper_encoder."

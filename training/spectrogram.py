@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.config import AudioConfig
 from training.clip_bank import Samples
+from voxlite.engine.config import AudioConfig
 
 Spectrogram = npt.NDArray[np.float32]
 

@@ -14,8 +14,8 @@ one is still being written queues behind it:
 from collections.abc import Callable, Sequence
 from math import ceil
 
-from engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig
 from training.clip_bank import Word
+from voxlite.engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig
 
 # Times that differ by less than this are equal: 0.24 s is three tokens of 80 ms, not four.
 _TIME_TOLERANCE_S = 1e-6

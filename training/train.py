@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from engine.config import AudioConfig
 from training.align import pronunciation_dictionary
 from training.dataset import IGNORED, NUM_SPECIAL_TOKENS, Batch, UtteranceStream, batches
 from training.evaluate import QuickEvaluation
 from training.lexicon import Lexicon
 from training.model import ModelShape, TrainingModel, voxtral_weights
 from training.muon import Muon
+from voxlite.engine.config import AudioConfig
 
 TEXT_WEIGHT = 3.0
 MAX_GRADIENT_NORM = 1.0

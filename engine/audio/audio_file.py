@@ -17,8 +17,8 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from engine.audio.resampler import Resampler
-from engine.errors import InvalidInput
+from voxlite.engine.audio.resampler import Resampler
+from voxlite.engine.errors import InvalidInput
 
 _PCM16_SCALE: Final = 32_768
 _BLOCK_SAMPLES: Final = 16_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import AudioConfig, cdiv
+from voxlite.engine.config import AudioConfig, cdiv
 
 
 class AudioStream:

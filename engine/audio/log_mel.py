@@ -13,7 +13,7 @@ from mistral_common.audio import mel_filter_bank
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.config import AudioConfig
+from voxlite.engine.config import AudioConfig
 
 
 class LogMel:

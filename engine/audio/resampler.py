@@ -8,7 +8,7 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from engine.errors import InvalidInput
+from voxlite.engine.errors import InvalidInput
 
 MIN_RATE_HZ: Final = 1_000
 MAX_RATE_HZ: Final = 768_000

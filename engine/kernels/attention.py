@@ -19,7 +19,7 @@ import torch
 from numba import carray, float32, int32, njit
 from torch import Tensor
 
-from engine.kernels.attention_tiles import (
+from voxlite.engine.kernels.attention_tiles import (
     CHUNK,
     FRAMES_AT,
     MAX_AT,
@@ -32,8 +32,15 @@ from engine.kernels.attention_tiles import (
     transpose_keys,
     weigh_keys,
 )
-from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import ask_for, floats_at, ints_at, longs_at, next_number, tile_rows
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.vectors import (
+    ask_for,
+    floats_at,
+    ints_at,
+    longs_at,
+    next_number,
+    tile_rows,
+)
 
 # The most queries of a piece of work: their sums and weights fit the first cache.
 _MAX_QUERIES: Final = 28

@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.vectors import (
+from voxlite.engine.kernels.vectors import (
     FLOATS,
     WORDS,
     even_and_odd,

@@ -21,8 +21,8 @@ from numba.extending import register_jitable
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import (
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.vectors import (
     BFLOAT16_INPUT_BYTES,
     HAS_MATRIX_PRODUCT,
     STEP_BYTES,

@@ -12,8 +12,8 @@ import torch
 from numba import carray, float32, njit
 from torch import Tensor
 
-from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import floats_at, next_number
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.vectors import floats_at, next_number
 
 
 def float32_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.parallel import Kernel
-from engine.kernels.vectors import (
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.vectors import (
     floats_at,
     halves_at,
     longs_at,

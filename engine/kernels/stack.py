@@ -18,9 +18,9 @@ import torch
 from numba import carray, float32, int32, njit
 from torch import Tensor
 
-from engine.kernels.attention import Windows, attend_item
-from engine.kernels.attention_tiles import POWER_COEFFICIENTS as _POWER_COEFFICIENTS
-from engine.kernels.linear import (
+from voxlite.engine.kernels.attention import Windows, attend_item
+from voxlite.engine.kernels.attention_tiles import POWER_COEFFICIENTS as _POWER_COEFFICIENTS
+from voxlite.engine.kernels.linear import (
     MATRIX_IN_DIM,
     MATRIX_NUMBERS,
     MATRIX_OUT_DIM,
@@ -32,10 +32,10 @@ from engine.kernels.linear import (
     prepare_row,
     wait_for,
 )
-from engine.kernels.norm import float32_tensor, norm_row
-from engine.kernels.parallel import Kernel
-from engine.kernels.rope import rotate_and_store_row
-from engine.kernels.vectors import counter_at, floats_at, longs_at, next_number
+from voxlite.engine.kernels.norm import float32_tensor, norm_row
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.rope import rotate_and_store_row
+from voxlite.engine.kernels.vectors import counter_at, floats_at, longs_at, next_number
 
 # The products of a layer.
 _NUM_PRODUCTS: Final = 4

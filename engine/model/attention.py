@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import Windows, windowed_attention
+from voxlite.engine.kernels.attention import Windows, windowed_attention
 
 
 @dataclass(frozen=True, slots=True)

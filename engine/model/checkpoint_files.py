@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import CheckpointError
+from voxlite.engine.errors import CheckpointError
 
 EMBEDDER: Final = "mm_streams_embeddings.embedding_module."
 ENCODER: Final = EMBEDDER + "whisper_encoder."

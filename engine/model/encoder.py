@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.attention import AttentionBatch, LayerCache
-from engine.model.layers import Stack, rms_norm
-from engine.model.linear import Linear, Projection
+from voxlite.engine.model.attention import AttentionBatch, LayerCache
+from voxlite.engine.model.layers import Stack, rms_norm
+from voxlite.engine.model.linear import Linear, Projection
 
 KERNEL: Final = 3
 # Rows that a causal convolution of kernel 3 needs from before: kernel - stride.

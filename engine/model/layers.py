@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.config import TransformerConfig
-from engine.kernels.attention import Windows
-from engine.kernels.norm import float32_rms_norm
-from engine.kernels.rope import rotate_and_store
-from engine.kernels.stack import LayerWeights, StackKernel
-from engine.model.attention import AttentionBatch, LayerCache, paged_attention
-from engine.model.linear import Projection, Projections, matrix
+from voxlite.engine.config import TransformerConfig
+from voxlite.engine.kernels.attention import Windows
+from voxlite.engine.kernels.norm import float32_rms_norm
+from voxlite.engine.kernels.rope import rotate_and_store
+from voxlite.engine.kernels.stack import LayerWeights, StackKernel
+from voxlite.engine.model.attention import AttentionBatch, LayerCache, paged_attention
+from voxlite.engine.model.linear import Projection, Projections, matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

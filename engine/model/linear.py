@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.linear import (
+from voxlite.engine.kernels.linear import (
     MAX_BFLOAT16_ROWS,
     Int8Tiles,
     Matrix,

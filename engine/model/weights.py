@@ -17,14 +17,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, TransformerConfig
-from engine.kernels.linear import Int8Tiles
-from engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
-from engine.model.decoder import Decoder
-from engine.model.encoder import KERNEL, Encoder
-from engine.model.int8_cache import Int8Cache
-from engine.model.layers import Block, Stack
-from engine.model.linear import (
+from voxlite.engine.config import ModelConfig, TransformerConfig
+from voxlite.engine.kernels.linear import Int8Tiles
+from voxlite.engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
+from voxlite.engine.model.decoder import Decoder
+from voxlite.engine.model.encoder import KERNEL, Encoder
+from voxlite.engine.model.int8_cache import Int8Cache
+from voxlite.engine.model.layers import Block, Stack
+from voxlite.engine.model.linear import (
     Each,
     Fused,
     Int8Linear,

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine import Engine, EngineConfig, InvalidInput, SessionEnded, SessionOptions
-from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, ModelConfig
-from engine.drafting import ROWS_PER_DRAFT
-from engine.model_runner import DecodeJob, EncodeJob, Pick
-from engine.own_thread import on_own_thread
-from server.commands.random_model import PRESETS, RandomTensors, write_description
+from voxlite.engine import Engine, EngineConfig, InvalidInput, SessionEnded, SessionOptions
+from voxlite.engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig, ModelConfig
+from voxlite.engine.drafting import ROWS_PER_DRAFT
+from voxlite.engine.model_runner import DecodeJob, EncodeJob, Pick
+from voxlite.engine.own_thread import on_own_thread
+from voxlite.server.commands.random_model import PRESETS, RandomTensors, write_description
 
 _NUM_REPEATS: Final = 7
 _NUM_TURNS: Final = 15

@@ -19,13 +19,13 @@ import typer
 import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
-from engine.audio.audio_file import read_audio
-from engine.errors import EngineFailure, VoxliteError
-from server.app import create_app
-from server.bundled import bundled_model
-from server.commands.serve import uvicorn_config
-from server.session.session_config import PCM_16_KHZ
-from server.settings import ServerSettings
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.engine.errors import EngineFailure, VoxliteError
+from voxlite.server.app import create_app
+from voxlite.server.bundled import bundled_model
+from voxlite.server.commands.serve import uvicorn_config
+from voxlite.server.session.session_config import PCM_16_KHZ
+from voxlite.server.settings import ServerSettings
 
 _CHUNK_SAMPLES: Final = PCM_16_KHZ.rate_hz // 20  # 50 ms
 _MAX_WAIT_S: Final = 600.0

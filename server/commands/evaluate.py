@@ -18,8 +18,8 @@ from typing import Final
 import jiwer
 from rich.progress import track
 
-from engine import Engine, InvalidInput, SessionOptions, VoxliteError
-from server.commands.transcribe import FileJob, Transcript, feeding
+from voxlite.engine import Engine, InvalidInput, SessionOptions, VoxliteError
+from voxlite.server.commands.transcribe import FileJob, Transcript, feeding
 
 _NOT_A_WORD: Final = re.compile(r"[^\w']+")
 

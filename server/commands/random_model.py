@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.config import TransformerConfig
+from voxlite.engine.config import TransformerConfig
 
 _NUM_SPECIAL_TOKENS: Final = 1000
 _MODEL_LENGTH: Final = 131_072

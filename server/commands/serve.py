@@ -12,14 +12,14 @@ import uvicorn
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from engine.errors import InvalidInput, VoxliteError
-from server.app import create_app
-from server.listening import listen
-from server.realtime.connection import MAX_MESSAGE_BYTES
-from server.realtime.socket_transport import BoundedWebSocketProtocol
-from server.services import Services
-from server.settings import ServerSettings
-from server.wording import problem_of
+from voxlite.engine.errors import InvalidInput, VoxliteError
+from voxlite.server.app import create_app
+from voxlite.server.listening import listen
+from voxlite.server.realtime.connection import MAX_MESSAGE_BYTES
+from voxlite.server.realtime.socket_transport import BoundedWebSocketProtocol
+from voxlite.server.services import Services
+from voxlite.server.settings import ServerSettings
+from voxlite.server.wording import problem_of
 
 logger = logging.getLogger(__name__)
 

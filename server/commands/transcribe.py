@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine import (
+from voxlite.engine import (
     Engine,
     Event,
     InvalidInput,
@@ -37,8 +37,8 @@ from engine import (
     VoxliteError,
     Word,
 )
-from engine.audio.audio_file import AudioFile, read_pcm16
-from server.formats import segments_of, to_srt, to_vtt
+from voxlite.engine.audio.audio_file import AudioFile, read_pcm16
+from voxlite.server.formats import segments_of, to_srt, to_vtt
 
 OutputFormat = Literal["text", "json", "srt", "vtt"]
 STDIN: Final = "-"

@@ -6,10 +6,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.errors import InvalidInput, VoxliteError
-from server.errors import fault_of
-from server.protocol.messages import ProtocolError
-from server.services import services_of
+from voxlite.engine.errors import InvalidInput, VoxliteError
+from voxlite.server.errors import fault_of
+from voxlite.server.protocol.messages import ProtocolError
+from voxlite.server.services import services_of
 
 _RETRY_AFTER_S = "1"
 

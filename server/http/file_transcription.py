@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import BinaryIO
 
-from engine.audio.audio_file import read_audio
-from engine.config import SessionOptions
-from engine.errors import EngineFailure, VoxliteError
-from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
-from server.async_engine import AsyncEngine
-from server.session.engine_feed import EngineFeed
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.errors import EngineFailure, VoxliteError
+from voxlite.engine.events import Event, SessionEnded, TextDelta, UtteranceDone
+from voxlite.server.async_engine import AsyncEngine
+from voxlite.server.session.engine_feed import EngineFeed
 
 
 class FileTranscription:

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from server.protocol.messages import Configure, Fault, ProtocolError, SessionUpdated
-from server.protocol.openai_ga import OpenAIGAProtocol, session_json
-from server.protocol.wire import WireModel, check_model, parse_object, validate
-from server.services import services_of
-from server.session.session_config import PCM_24_KHZ
+from voxlite.server.protocol.messages import Configure, Fault, ProtocolError, SessionUpdated
+from voxlite.server.protocol.openai_ga import OpenAIGAProtocol, session_json
+from voxlite.server.protocol.wire import WireModel, check_model, parse_object, validate
+from voxlite.server.services import services_of
+from voxlite.server.session.session_config import PCM_24_KHZ
 
 router = APIRouter()
 

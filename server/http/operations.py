@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from server.async_engine import EngineStatus
-from server.services import services_of
+from voxlite.server.async_engine import EngineStatus
+from voxlite.server.services import services_of
 
 router = APIRouter()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.events import TextDelta, Word
-from server.formats import ScoredWord
-from server.protocol.messages import TokenLogprob
+from voxlite.engine.events import TextDelta, Word
+from voxlite.server.formats import ScoredWord
+from voxlite.server.protocol.messages import TokenLogprob
 
 
 class Transcript:

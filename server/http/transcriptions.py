@@ -17,19 +17,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.datastructures import FormData, UploadFile
 from starlette.types import Message
 
-from engine.config import SessionOptions
-from engine.errors import VoxliteError
-from engine.events import TextDelta, UtteranceDone
-from server.formats import segments_of, to_srt, to_verbose_json, to_vtt
-from server.http.errors import voxlite_error_body
-from server.http.file_transcription import FileTranscription
-from server.http.transcript import Transcript
-from server.protocol.messages import Fault, ProtocolError
-from server.protocol.openai_common import usage_json
-from server.protocol.wire import check_model, logprobs_json, with_delay
-from server.services import Services, services_of
-from server.session.session_config import PCM_16_KHZ, ServerOffer
-from server.wording import problem_of
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.errors import VoxliteError
+from voxlite.engine.events import TextDelta, UtteranceDone
+from voxlite.server.formats import segments_of, to_srt, to_verbose_json, to_vtt
+from voxlite.server.http.errors import voxlite_error_body
+from voxlite.server.http.file_transcription import FileTranscription
+from voxlite.server.http.transcript import Transcript
+from voxlite.server.protocol.messages import Fault, ProtocolError
+from voxlite.server.protocol.openai_common import usage_json
+from voxlite.server.protocol.wire import check_model, logprobs_json, with_delay
+from voxlite.server.services import Services, services_of
+from voxlite.server.session.session_config import PCM_16_KHZ, ServerOffer
+from voxlite.server.wording import problem_of
 
 router = APIRouter()
 

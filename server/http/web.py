@@ -12,8 +12,8 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 
-from engine.errors import CheckpointError
-from server.bundled import bundled_model
+from voxlite.engine.errors import CheckpointError
+from voxlite.server.bundled import bundled_model
 
 router = APIRouter()
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from engine.events import Usage, Word
-from server.session.session_config import SessionConfig
+from voxlite.engine.events import Usage, Word
+from voxlite.server.session.session_config import SessionConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from engine.errors import InvalidInput
-from server.formats import segments_of
-from server.protocol.messages import (
+from voxlite.engine.errors import InvalidInput
+from voxlite.server.formats import segments_of
+from voxlite.server.protocol.messages import (
     Append,
     Command,
     Commit,
@@ -28,7 +28,7 @@ from server.protocol.messages import (
     SessionEvent,
     SessionUpdated,
 )
-from server.protocol.wire import (
+from voxlite.server.protocol.wire import (
     WireModel,
     decode_audio,
     dump,
@@ -36,14 +36,14 @@ from server.protocol.wire import (
     validate,
     with_delay,
 )
-from server.session.session_config import (
+from voxlite.server.session.session_config import (
     PCM_16_KHZ,
     AudioFormat,
     Encoding,
     ServerOffer,
     SessionConfig,
 )
-from server.wording import shorten
+from voxlite.server.wording import shorten
 
 MAX_APPEND_BYTES: Final = 262_144
 # Mistral's own number for a session without progress; all others are HTTP statuses.

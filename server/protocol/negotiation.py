@@ -22,18 +22,18 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
 
-from server.protocol.messages import (
+from voxlite.server.protocol.messages import (
     Command,
     NewId,
     SessionCreated,
     SessionEvent,
     WireProtocol,
 )
-from server.protocol.openai_beta import OpenAIBetaProtocol, flat_json
-from server.protocol.openai_ga import OpenAIGAProtocol, session_json
-from server.protocol.vllm import VllmProtocol
-from server.protocol.wire import dump
-from server.session.session_config import PCM_16_KHZ, PCM_24_KHZ, ServerOffer, SessionConfig
+from voxlite.server.protocol.openai_beta import OpenAIBetaProtocol, flat_json
+from voxlite.server.protocol.openai_ga import OpenAIGAProtocol, session_json
+from voxlite.server.protocol.vllm import VllmProtocol
+from voxlite.server.protocol.wire import dump
+from voxlite.server.session.session_config import PCM_16_KHZ, PCM_24_KHZ, ServerOffer, SessionConfig
 
 _UPDATES: Final = ("session.update", "transcription_session.update")
 

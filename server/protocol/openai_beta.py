@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from server.protocol.messages import (
+from voxlite.server.protocol.messages import (
     Command,
     Configure,
     ItemAdded,
@@ -19,8 +19,8 @@ from server.protocol.messages import (
     SessionEvent,
     SessionUpdated,
 )
-from server.protocol.openai_common import OpenAIProtocol, item_json
-from server.protocol.openai_session import (
+from voxlite.server.protocol.openai_common import OpenAIProtocol, item_json
+from voxlite.server.protocol.openai_session import (
     include_json,
     merged_include,
     merged_transcription,
@@ -28,8 +28,8 @@ from server.protocol.openai_session import (
     transcription_json,
     turn_detection_json,
 )
-from server.protocol.wire import WireModel, event_type, validate
-from server.session.session_config import (
+from voxlite.server.protocol.wire import WireModel, event_type, validate
+from voxlite.server.session.session_config import (
     G711_RATE_HZ,
     PCM_24_KHZ,
     AudioFormat,

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from engine.events import Usage
-from server.protocol.messages import (
+from voxlite.engine.events import Usage
+from voxlite.server.protocol.messages import (
     Append,
     Clear,
     Cleared,
@@ -29,7 +29,7 @@ from server.protocol.messages import (
     SpeechStarted,
     SpeechStopped,
 )
-from server.protocol.wire import (
+from voxlite.server.protocol.wire import (
     WireModel,
     decode_audio,
     dump,
@@ -38,8 +38,8 @@ from server.protocol.wire import (
     validate,
     words_json,
 )
-from server.session.session_config import ServerOffer, SessionConfig
-from server.wording import shorten
+from voxlite.server.session.session_config import ServerOffer, SessionConfig
+from voxlite.server.wording import shorten
 
 _TRANSCRIPTION: Final = "conversation.item.input_audio_transcription"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from server.protocol.messages import (
+from voxlite.server.protocol.messages import (
     Command,
     Configure,
     Fault,
@@ -20,8 +20,8 @@ from server.protocol.messages import (
     SessionEvent,
     SessionUpdated,
 )
-from server.protocol.openai_common import OpenAIProtocol, item_json
-from server.protocol.openai_session import (
+from voxlite.server.protocol.openai_common import OpenAIProtocol, item_json
+from voxlite.server.protocol.openai_session import (
     include_json,
     merged_include,
     merged_transcription,
@@ -29,8 +29,8 @@ from server.protocol.openai_session import (
     transcription_json,
     turn_detection_json,
 )
-from server.protocol.wire import WireModel, validate
-from server.session.session_config import (
+from voxlite.server.protocol.wire import WireModel, validate
+from voxlite.server.session.session_config import (
     G711_RATE_HZ,
     RATES_HZ,
     AudioFormat,
@@ -38,7 +38,7 @@ from server.session.session_config import (
     ServerOffer,
     SessionConfig,
 )
-from server.wording import shorten
+from voxlite.server.wording import shorten
 
 _DEFAULT_PCM_RATE_HZ: Final = 24_000
 _ENCODINGS: Final = {

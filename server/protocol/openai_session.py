@@ -12,9 +12,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from server.protocol.messages import Fault, ProtocolError
-from server.protocol.wire import LOGPROBS, WireModel, check_model, validate, with_delay
-from server.session.session_config import (
+from voxlite.server.protocol.messages import Fault, ProtocolError
+from voxlite.server.protocol.wire import LOGPROBS, WireModel, check_model, validate, with_delay
+from voxlite.server.session.session_config import (
     Eagerness,
     SemanticVad,
     ServerOffer,
@@ -22,7 +22,7 @@ from server.session.session_config import (
     SessionConfig,
     TurnDetection,
 )
-from server.wording import shorten
+from voxlite.server.wording import shorten
 
 # An extension: words with their times in deltas and in the completed text.
 WORDS: Final = "item.input_audio_transcription.words"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from server.formats import segments_of
-from server.protocol.messages import (
+from voxlite.server.formats import segments_of
+from voxlite.server.protocol.messages import (
     Append,
     Command,
     Commit,
@@ -28,7 +28,7 @@ from server.protocol.messages import (
     SessionEvent,
     SessionUpdated,
 )
-from server.protocol.wire import (
+from voxlite.server.protocol.wire import (
     LOGPROBS,
     WireModel,
     check_model,
@@ -40,8 +40,8 @@ from server.protocol.wire import (
     with_delay,
     words_json,
 )
-from server.session.session_config import ServerOffer, SessionConfig
-from server.wording import shorten
+from voxlite.server.session.session_config import ServerOffer, SessionConfig
+from voxlite.server.wording import shorten
 
 # Where vLLM has a code of its own.
 _CODES: Final = {

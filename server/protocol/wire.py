@@ -13,11 +13,11 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine.errors import InvalidInput
-from engine.events import Word
-from server.protocol.messages import Fault, ProtocolError, TokenLogprob
-from server.session.session_config import ServerOffer, SessionConfig
-from server.wording import problem_of, shorten
+from voxlite.engine.errors import InvalidInput
+from voxlite.engine.events import Word
+from voxlite.server.protocol.messages import Fault, ProtocolError, TokenLogprob
+from voxlite.server.session.session_config import ServerOffer, SessionConfig
+from voxlite.server.wording import problem_of, shorten
 
 LOGPROBS: Final = "item.input_audio_transcription.logprobs"
 

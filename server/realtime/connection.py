@@ -23,9 +23,9 @@ from typing import Any, Final, Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine.errors import InvalidInput, Overloaded, SessionClosed, VoxliteError
-from server.errors import fault_of
-from server.protocol.messages import (
+from voxlite.engine.errors import InvalidInput, Overloaded, SessionClosed, VoxliteError
+from voxlite.server.errors import fault_of
+from voxlite.server.protocol.messages import (
     Append,
     Clear,
     Command,
@@ -43,13 +43,19 @@ from server.protocol.messages import (
     SessionUpdated,
     WireProtocol,
 )
-from server.protocol.wire import check_model, event_id, parse_object
-from server.realtime.connection_state import CLIENT_IS_GONE, TRANSITIONS, CloseCode, Ending, State
-from server.realtime.outbox import ClientDoesNotRead, Outbox
-from server.realtime.socket_transport import lost_event
-from server.services import Services
-from server.session.session_config import SessionConfig
-from server.session.transcription_session import TranscriptionSession
+from voxlite.server.protocol.wire import check_model, event_id, parse_object
+from voxlite.server.realtime.connection_state import (
+    CLIENT_IS_GONE,
+    TRANSITIONS,
+    CloseCode,
+    Ending,
+    State,
+)
+from voxlite.server.realtime.outbox import ClientDoesNotRead, Outbox
+from voxlite.server.realtime.socket_transport import lost_event
+from voxlite.server.services import Services
+from voxlite.server.session.session_config import SessionConfig
+from voxlite.server.session.transcription_session import TranscriptionSession
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from server.protocol.messages import ErrorEvent
+from voxlite.server.protocol.messages import ErrorEvent
 
 
 class CloseCode(Enum):

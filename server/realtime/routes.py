@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.websockets import WebSocket
 
-from server.access import MISTRAL_PATH, REALTIME_PATH
-from server.auth import SUBPROTOCOL, key_in
-from server.protocol.mistral import MistralProtocol
-from server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
-from server.realtime.connection import ConnectionProtocol, RealtimeConnection
-from server.services import Services, services_of
-from server.session.transcription_session import new_id
+from voxlite.server.access import MISTRAL_PATH, REALTIME_PATH
+from voxlite.server.auth import SUBPROTOCOL, key_in
+from voxlite.server.protocol.mistral import MistralProtocol
+from voxlite.server.protocol.negotiation import Dialect, NegotiatedProtocol, hint_of
+from voxlite.server.realtime.connection import ConnectionProtocol, RealtimeConnection
+from voxlite.server.services import Services, services_of
+from voxlite.server.session.transcription_session import new_id
 
 router = APIRouter()
 

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.audio.resampler import Resampler
-from engine.errors import InvalidInput
-from server.session.session_config import AudioFormat, Encoding
+from voxlite.engine.audio.resampler import Resampler
+from voxlite.engine.errors import InvalidInput
+from voxlite.server.session.session_config import AudioFormat, Encoding
 
 SAMPLE_RATE_HZ: Final = 16_000
 

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import Overloaded
-from server.async_engine import EngineSession
-from server.session.audio_decoder import SAMPLE_RATE_HZ
+from voxlite.engine.errors import Overloaded
+from voxlite.server.async_engine import EngineSession
+from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ
 
 
 class EngineFeed:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from engine.config import STREAMING_PAD_ID
-from engine.events import TextDelta, UtteranceDone, Word
-from server.protocol.messages import (
+from voxlite.engine.config import STREAMING_PAD_ID
+from voxlite.engine.events import TextDelta, UtteranceDone, Word
+from voxlite.server.protocol.messages import (
     Committed,
     Completed,
     Delta,
@@ -23,7 +23,7 @@ from server.protocol.messages import (
     SessionEvent,
     TokenLogprob,
 )
-from server.session.session_config import SessionConfig
+from voxlite.server.session.session_config import SessionConfig
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from engine.errors import InvalidInput
+from voxlite.engine.errors import InvalidInput
 
 # OpenAI's names for the delay; any legal number of milliseconds is accepted too.
 DELAY_NAMES_MS: Final = {"minimal": 240, "low": 480, "medium": 960, "high": 1200, "xhigh": 2400}

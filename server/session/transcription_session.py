@@ -17,25 +17,25 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SessionOptions
-from engine.errors import EngineFailure, Overloaded, VoxliteError
-from engine.events import Event, SessionEnded, TextDelta, UtteranceDone
-from server.async_engine import AsyncEngine
-from server.errors import fault_of
-from server.protocol.messages import (
+from voxlite.engine.config import SessionOptions
+from voxlite.engine.errors import EngineFailure, Overloaded, VoxliteError
+from voxlite.engine.events import Event, SessionEnded, TextDelta, UtteranceDone
+from voxlite.server.async_engine import AsyncEngine
+from voxlite.server.errors import fault_of
+from voxlite.server.protocol.messages import (
     Cleared,
     IdleTimeout,
     SessionEvent,
     SpeechStarted,
     SpeechStopped,
 )
-from server.session.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
-from server.session.engine_feed import EngineFeed
-from server.session.items import Item, Items
-from server.session.session_config import SessionConfig, TurnDetection
-from server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from server.session.turn_gate import Pass, Step, TurnGate
-from server.session.voice_activity import VoiceModel
+from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
+from voxlite.server.session.engine_feed import EngineFeed
+from voxlite.server.session.items import Item, Items
+from voxlite.server.session.session_config import SessionConfig, TurnDetection
+from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from voxlite.server.session.turn_gate import Pass, Step, TurnGate
+from voxlite.server.session.voice_activity import VoiceModel
 
 logger = logging.getLogger(__name__)
 

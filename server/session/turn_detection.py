@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from server.session.audio_decoder import SAMPLE_RATE_HZ
-from server.session.session_config import Eagerness, SemanticVad, ServerVad, TurnDetection
-from server.session.voice_activity import WINDOW_SAMPLES
+from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ
+from voxlite.server.session.session_config import Eagerness, SemanticVad, ServerVad, TurnDetection
+from voxlite.server.session.voice_activity import WINDOW_SAMPLES
 
 # Speech goes on until the probability falls this far below the threshold that starts it.
 _HYSTERESIS: Final = 0.15

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from server.session.held_audio import HeldAudio
-from server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from server.session.voice_activity import VoiceStream
+from voxlite.server.session.held_audio import HeldAudio
+from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from voxlite.server.session.voice_activity import VoiceStream
 
 Samples = NDArray[np.float32]
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from server.session.audio_decoder import SAMPLE_RATE_HZ
+from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ
 
 # From its import on the library would report to its makers, and keep a number of the machine's.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.deltas import (
+from voxlite.bench.deltas import (
     Arrival,
     TimedWord,
     percentile,
@@ -14,7 +14,7 @@ from bench.deltas import (
     start_ms,
     time_deltas,
 )
-from bench.load_test import looped
+from voxlite.bench.load_test import looped
 
 WORDS = [TimedWord("four", 80), TimedWord("two", 480), TimedWord("nine", 960)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.int8_error import measure
-from server.bundled import bundled_model
+from voxlite.bench.int8_error import measure
+from voxlite.server.bundled import bundled_model
 
 
 def test_every_class_of_layers_is_compared() -> None:

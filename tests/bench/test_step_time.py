@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.step_time import Course
+from voxlite.bench.step_time import Course
 
 
 def test_the_last_thousand_is_compared_with_the_second() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.deltas import Arrival, TimedWord
-from bench.word_delay import arrived_ms
+from voxlite.bench.deltas import Arrival, TimedWord
+from voxlite.bench.word_delay import arrived_ms
 
 WORDS = [TimedWord("four", 400), TimedWord("two", 500)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from client.audio_sources import (
+from voxlite.client.audio_sources import (
     AudioSourceError,
     Microphone,
     cut,

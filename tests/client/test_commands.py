@@ -29,7 +29,7 @@ def run(command: list[str], *flags: str, stdin: bytes = b"") -> subprocess.Compl
 
 @pytest.mark.parametrize(
     "command",
-    [["client/openai_realtime_client.py"], ["-m", "client.openai_realtime_client"]],
+    [["client/openai_realtime_client.py"], ["-m", "voxlite.client.openai_realtime_client"]],
     ids=["script", "module"],
 )
 def test_a_file_is_transcribed(command: list[str], tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
     (code,) = (
         block
         for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        if "client.realtime_client" in block
+        if "voxlite.client.realtime_client" in block
     )
     with serve() as live:
         code = code.replace("localhost:8000", f"127.0.0.1:{live.port}")

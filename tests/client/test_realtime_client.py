@@ -3,11 +3,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from client.audio_sources import unpaced
-from client.realtime_client import Delta, Done, RealtimeClient, RealtimeError, Usage
 from tests.client.stub_server import KEY, StubServer
 from tests.server.fake_engine import pcm16, tone
 from tests.server.harness import serve
+from voxlite.client.audio_sources import unpaced
+from voxlite.client.realtime_client import Delta, Done, RealtimeClient, RealtimeError, Usage
 
 
 async def transcribe(client: RealtimeClient, *chunks: bytes) -> list[Delta | Done]:

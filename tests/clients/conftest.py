@@ -19,14 +19,14 @@ import pytest
 import soundfile
 import soxr
 
-from engine import Engine, EngineConfig
-from engine.errors import CheckpointError
-from server.bundled import bundled_model
-from server.session.voice_activity import SileroModel
 from tests.server.fake_voice import LoudnessModel
 from tests.server.harness import LiveServer, serve
 from tests.speechlike import speechlike
 from tests.word_lists import num_differing, words
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.errors import CheckpointError
+from voxlite.server.bundled import bundled_model
+from voxlite.server.session.voice_activity import SileroModel
 
 KEY = "sk-of-a-test"
 MODEL = "voxlite-demo"
@@ -102,7 +102,7 @@ def speech(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Spee
 
 def transcribe(model_folder: Path, path: Path) -> str:
     """Return what `voxlite transcribe` writes."""
-    command = ["-m", "server.cli", "transcribe", str(path), "--model", str(model_folder)]
+    command = ["-m", "voxlite.server.cli", "transcribe", str(path), "--model", str(model_folder)]
     done = subprocess.run(
         [sys.executable, *command, "--format", "json"],
         capture_output=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import (
+from voxlite.engine import (
     Engine,
     Event,
     Session,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.errors import Overloaded
+from voxlite.engine.block_pool import BlockPool
+from voxlite.engine.errors import Overloaded
 
 
 def test_reservations_take_the_lowest_run_that_fits() -> None:

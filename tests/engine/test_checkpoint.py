@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.checkpoint import find_checkpoint
-from engine.errors import CheckpointError
+from voxlite.engine.checkpoint import find_checkpoint
+from voxlite.engine.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -40,8 +40,8 @@ REPOSITORIES = {
 # Prints what is found for each id, as JSON lines: a folder's files, or the error.
 FINDER = """
 import json, sys
-from engine.checkpoint import find_checkpoint
-from engine.errors import CheckpointError
+from voxlite.engine.checkpoint import find_checkpoint
+from voxlite.engine.errors import CheckpointError
 for model in sys.argv[1:]:
     try:
         folder = find_checkpoint(model)

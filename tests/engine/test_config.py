@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import (
+from tests.checkpoints import DecoderShape, EncoderShape, hugging_face_config, mistral_params
+from voxlite.engine.config import (
     LEGAL_DELAYS_MS,
     AudioConfig,
     EngineConfig,
@@ -16,8 +17,7 @@ from engine.config import (
     TransformerConfig,
     read_model_config,
 )
-from engine.errors import CheckpointError, InvalidInput
-from tests.checkpoints import DecoderShape, EncoderShape, hugging_face_config, mistral_params
+from voxlite.engine.errors import CheckpointError, InvalidInput
 
 AUDIO = AudioConfig()
 ENCODER = EncoderShape(dim=24, num_layers=5, num_heads=3, head_dim=10, hidden_dim=77, window=29)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, InvalidInput
 from tests.engine.harness import transcribe
 from tests.oracle import Oracle
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, InvalidInput
 
 CLIP = speechlike(2.5, seed=1)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
-from engine.detokenizer import Detokenizer, WordTimer
-from engine.events import Word
-from engine.tokenizer import Tokenizer
+from voxlite.engine.config import STREAMING_PAD_ID, STREAMING_WORD_ID
+from voxlite.engine.detokenizer import Detokenizer, WordTimer
+from voxlite.engine.events import Word
+from voxlite.engine.tokenizer import Tokenizer
 
 END_ID = 2
 PAD, WORD = [STREAMING_PAD_ID], [STREAMING_WORD_ID]

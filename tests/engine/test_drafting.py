@@ -9,15 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import Engine, EngineConfig, InvalidInput, SessionOptions
-from engine.audio.audio_file import read_audio
-from engine.config import STREAMING_PAD_ID as PAD
-from engine.config import STREAMING_WORD_ID as WORD
-from engine.drafting import DraftYield, drafted_ids, right_rows
-from engine.model_runner import Pick
-from server.bundled import bundled_model
 from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, InvalidInput, SessionOptions
+from voxlite.engine.audio.audio_file import read_audio
+from voxlite.engine.config import STREAMING_PAD_ID as PAD
+from voxlite.engine.config import STREAMING_WORD_ID as WORD
+from voxlite.engine.drafting import DraftYield, drafted_ids, right_rows
+from voxlite.engine.model_runner import Pick
+from voxlite.server.bundled import bundled_model
 
 Samples = NDArray[np.float32]
 TEXT = 1_000 + ord("a")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import Engine, EngineConfig, SessionOptions
 from tests.checkpoints import DecoderShape, EncoderShape, write_checkpoint
 from tests.engine.harness import Listener, cut, open_session, run_until_idle, transcribe
 from tests.oracle import Generation, Oracle
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, SessionOptions
 
 # The best logit leads by more than float32 could move it: the oracle computes in float64.
 MIN_MARGIN = 1e-3

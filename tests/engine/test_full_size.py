@@ -22,7 +22,7 @@ MAX_BYTES_BESIDE_WEIGHTS = 2e9
 # In a process of its own, whose peak is then the engine's alone.
 PROGRAM = """
 import resource, sys
-from server.cli import main
+from voxlite.server.cli import main
 sys.argv = ["voxlite", *sys.argv[1:]]
 main_error = None
 try:

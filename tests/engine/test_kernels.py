@@ -11,18 +11,18 @@ import pytest
 import torch
 from numba import carray
 
-from engine.kernels import parallel
-from engine.kernels.linear import (
+from voxlite.engine.kernels import parallel
+from voxlite.engine.kernels.linear import (
     Int8Tiles,
     bfloat16_linear,
     fits_bfloat16_linear,
     int8_linear,
 )
-from engine.kernels.norm import float32_rms_norm
-from engine.kernels.parallel import Kernel
-from engine.kernels.rope import rotate_and_store
-from engine.kernels.vectors import TILE_WEIGHTS, ints_at, make_int8_tile, next_number
-from engine.model.layers import rotate
+from voxlite.engine.kernels.norm import float32_rms_norm
+from voxlite.engine.kernels.parallel import Kernel
+from voxlite.engine.kernels.rope import rotate_and_store
+from voxlite.engine.kernels.vectors import TILE_WEIGHTS, ints_at, make_int8_tile, next_number
+from voxlite.engine.model.layers import rotate
 
 SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320), (6, 10000)]
 
@@ -192,7 +192,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_kernel_is_compiled_even_where_other_code_is_not() -> None:
     script = """
 import torch
-from engine.kernels.norm import float32_rms_norm
+from voxlite.engine.kernels.norm import float32_rms_norm
 assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all()
 """
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
@@ -224,7 +224,7 @@ def test_pytorchs_own_threads_are_used() -> None:
     """A kernel after a product of PyTorch's starts no further threads."""
     script = """
 import psutil, torch
-from engine.kernels.linear import Int8Tiles, int8_linear
+from voxlite.engine.kernels.linear import Int8Tiles, int8_linear
 torch.set_num_threads(1)
 x = torch.zeros(1024, 512)
 weight = Int8Tiles.of(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512))

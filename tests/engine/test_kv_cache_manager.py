@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.config import TransformerConfig, cdiv
-from engine.errors import Overloaded
-from engine.kv_cache_manager import (
+from voxlite.engine.block_pool import BlockPool
+from voxlite.engine.config import TransformerConfig, cdiv
+from voxlite.engine.errors import Overloaded
+from voxlite.engine.kv_cache_manager import (
     BlockTable,
     KVCacheManager,
     KVCacheSpec,

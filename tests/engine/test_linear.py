@@ -8,22 +8,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from engine import Engine, EngineConfig, InvalidInput
-from engine.kernels.linear import Int8Tiles
-from engine.model.checkpoint_files import CheckpointFiles
-from engine.model.int8_cache import Int8Cache
-from engine.model.linear import (
+from tests.checkpoints import write_hugging_face_checkpoint
+from tests.engine.harness import transcribe
+from tests.engine.test_weights import config_of, load
+from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, InvalidInput
+from voxlite.engine.kernels.linear import Int8Tiles
+from voxlite.engine.model.checkpoint_files import CheckpointFiles
+from voxlite.engine.model.int8_cache import Int8Cache
+from voxlite.engine.model.linear import (
     Each,
     Fused,
     Int8Linear,
     Linear,
     quantize,
 )
-from engine.model.weights import Weights, load_weights
-from tests.checkpoints import write_hugging_face_checkpoint
-from tests.engine.harness import transcribe
-from tests.engine.test_weights import config_of, load
-from tests.speechlike import speechlike
+from voxlite.engine.model.weights import Weights, load_weights
 
 CPU = torch.device("cpu")
 
@@ -173,7 +173,7 @@ def test_the_second_start_reads_the_cache(
     def again(weights: list[torch.Tensor]) -> Int8Tiles:
         raise AssertionError("a layer was quantized again")
 
-    monkeypatch.setattr("engine.model.weights.quantize", again)
+    monkeypatch.setattr("voxlite.engine.model.weights.quantize", again)
     second = outputs(int8_weights(tiny_checkpoint, cache))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -9,7 +9,7 @@ import pytest
 
 _COUNT_FAULTS = """
 import resource, sys, torch
-from engine.model.malloc import keep_freed_memory
+from voxlite.engine.model.malloc import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

@@ -7,17 +7,6 @@ import pytest
 import torch
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine import Engine, EngineConfig
-from engine.audio.audio_stream import AudioStream
-from engine.audio.log_mel import LogMel
-from engine.config import TransformerConfig, read_model_config
-from engine.model.attention import AttentionBatch, LayerCache, Segment, window_mask
-from engine.model.checkpoint_files import CheckpointFiles
-from engine.model.decoder import Decoder
-from engine.model.encoder import Encoder
-from engine.model.layers import Rope
-from engine.model.weights import load_weights
-from engine.tokenizer import Tokenizer
 from tests.checkpoints import (
     DecoderShape,
     EncoderShape,
@@ -27,6 +16,17 @@ from tests.checkpoints import (
 from tests.engine.harness import transcribe
 from tests.reference import greedy_ids, load_reference, mel_features
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.audio.log_mel import LogMel
+from voxlite.engine.config import TransformerConfig, read_model_config
+from voxlite.engine.model.attention import AttentionBatch, LayerCache, Segment, window_mask
+from voxlite.engine.model.checkpoint_files import CheckpointFiles
+from voxlite.engine.model.decoder import Decoder
+from voxlite.engine.model.encoder import Encoder
+from voxlite.engine.model.layers import Rope
+from voxlite.engine.model.weights import load_weights
+from voxlite.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 ATOL = 1e-4

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, EngineConfig
-from engine.model_runner import DecodeJob, DecodeResult, EncodeJob, EncodeResult, ModelRunner
 from tests.engine.harness import open_session, run_until_idle, transcribe
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.model_runner import (
+    DecodeJob,
+    DecodeResult,
+    EncodeJob,
+    EncodeResult,
+    ModelRunner,
+)
 
 NUM_SHARED = 31
 CLIP = speechlike(2.0, seed=4)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import (
+from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
+from tests.speechlike import speechlike
+from voxlite.engine import (
     Engine,
     EngineConfig,
     EngineFailure,
@@ -22,9 +24,7 @@ from engine import (
     TextDelta,
     Usage,
 )
-from engine.model_runner import DecodeJob, DecodeResult, ModelRunner
-from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
-from tests.speechlike import speechlike
+from voxlite.engine.model_runner import DecodeJob, DecodeResult, ModelRunner
 
 CLIPS = [speechlike(seconds, seed) for seed, seconds in enumerate((1.3, 0.7, 1.0))]
 MAX_SESSIONS = 3

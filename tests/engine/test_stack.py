@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import TransformerConfig
-from engine.kernels.attention import Windows
-from engine.kernels.linear import MAX_BFLOAT16_ROWS
-from engine.model.attention import AttentionBatch, LayerCache, first_key
-from engine.model.layers import Block, Rope, Stack, run_block
-from engine.model.linear import Each, Fused, Int8Linear, Linear, Projection, Projections, quantize
+from voxlite.engine.config import TransformerConfig
+from voxlite.engine.kernels.attention import Windows
+from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
+from voxlite.engine.model.attention import AttentionBatch, LayerCache, first_key
+from voxlite.engine.model.layers import Block, Rope, Stack, run_block
+from voxlite.engine.model.linear import (
+    Each,
+    Fused,
+    Int8Linear,
+    Linear,
+    Projection,
+    Projections,
+    quantize,
+)
 
 CPU = torch.device("cpu")
 WIDE = TransformerConfig(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import CheckpointError
-from engine.tokenizer import Tokenizer
 from tests.checkpoints import tekken
+from voxlite.engine.errors import CheckpointError
+from voxlite.engine.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1_400
 Json = dict[str, Any]

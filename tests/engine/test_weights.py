@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.block_pool import BlockPool
-from engine.config import ModelConfig, read_model_config
-from engine.errors import CheckpointError
-from engine.kv_cache_manager import BlockTable, SlidingWindowManager, make_kv_cache_spec
-from engine.model.checkpoint_files import CheckpointFiles, hugging_face_name
-from engine.model.weights import Weights, load_weights
-from engine.model_runner import DecodeJob, EncodeJob, ModelRunner
-from engine.tokenizer import Tokenizer
 from tests.checkpoints import EMBEDDING as EMBEDDER
 from tests.checkpoints import ENCODER, write_checkpoint, write_hugging_face_checkpoint
+from voxlite.engine.block_pool import BlockPool
+from voxlite.engine.config import ModelConfig, read_model_config
+from voxlite.engine.errors import CheckpointError
+from voxlite.engine.kv_cache_manager import BlockTable, SlidingWindowManager, make_kv_cache_spec
+from voxlite.engine.model.checkpoint_files import CheckpointFiles, hugging_face_name
+from voxlite.engine.model.weights import Weights, load_weights
+from voxlite.engine.model_runner import DecodeJob, EncodeJob, ModelRunner
+from voxlite.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,12 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import LEGAL_DELAYS_MS, STREAMING_PAD_ID, AudioConfig, SessionOptions, cdiv
-from engine.engine import EngineStats
-from engine.errors import EngineFailure, InvalidInput, Overloaded, SessionClosed, VoxliteError
-from engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
-from engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
-from engine.session import Session
+from voxlite.engine.config import (
+    LEGAL_DELAYS_MS,
+    STREAMING_PAD_ID,
+    AudioConfig,
+    SessionOptions,
+    cdiv,
+)
+from voxlite.engine.engine import EngineStats
+from voxlite.engine.errors import (
+    EngineFailure,
+    InvalidInput,
+    Overloaded,
+    SessionClosed,
+    VoxliteError,
+)
+from voxlite.engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
+from voxlite.engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.session import Session
 
 AUDIO = AudioConfig()
 LEVEL = 1 / 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.session.voice_activity import WINDOW_SAMPLES
+from voxlite.server.session.voice_activity import WINDOW_SAMPLES
 
 
 class LoudnessStream:

@@ -13,11 +13,11 @@ import httpx2
 import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
-from server.app import create_app
-from server.commands.serve import DrainingServer, uvicorn_config
-from server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_voice import LoudnessModel
+from voxlite.server.app import create_app
+from voxlite.server.commands.serve import DrainingServer, uvicorn_config
+from voxlite.server.settings import ServerSettings
 
 TIMEOUT_S = 60
 

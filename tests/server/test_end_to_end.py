@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from websockets.exceptions import ConnectionClosed
 
-from engine import Engine, EngineConfig
-from engine.config import STREAMING_PAD_ID
-from server.session.voice_activity import SileroModel
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_detokenizer import END_ID, TEXTS, ids_of
 from tests.server.fake_engine import pcm16
@@ -26,6 +23,9 @@ from tests.server.realtime.test_robustness import reset
 from tests.server.realtime.test_socket_openai import COMPLETED, DELTA, INTENT, PCM_16, update
 from tests.server.realtime.test_socket_openai import text_of as openai_text_of
 from tests.server.realtime.test_socket_vllm import DONE, configured, text_of
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.config import STREAMING_PAD_ID
+from voxlite.server.session.voice_activity import SileroModel
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from engine.events import Word
-from server.formats import ScoredWord, SegmentRules, segments_of, to_srt, to_verbose_json, to_vtt
+from voxlite.engine.events import Word
+from voxlite.server.formats import (
+    ScoredWord,
+    SegmentRules,
+    segments_of,
+    to_srt,
+    to_verbose_json,
+    to_vtt,
+)
 
 
 def words_of(text: str, start_s: float = 0.0, word_s: float = 0.4) -> list[Word]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from server.access import PUBLIC_PATHS, PUBLIC_PREFIX
-from server.auth import ClientSecrets, KeyRing, OriginPolicy
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import LiveServer, serve
 from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, text_of
+from voxlite.server.access import PUBLIC_PATHS, PUBLIC_PREFIX
+from voxlite.server.auth import ClientSecrets, KeyRing, OriginPolicy
 
 KEYS = ("first-key", "second-key")
 SOCKETS = ("/v1/realtime", "/v1/audio/transcriptions/realtime")

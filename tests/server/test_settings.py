@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.errors import InvalidInput
-from server.cli import app
-from server.commands.serve import settings_of
-from server.settings import BUNDLED_NAME, ServerSettings
+from voxlite.engine.errors import InvalidInput
+from voxlite.server.cli import app
+from voxlite.server.commands.serve import settings_of
+from voxlite.server.settings import BUNDLED_NAME, ServerSettings
 
 
 def test_defaults_are_safe() -> None:

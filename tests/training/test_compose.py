@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.audio.log_mel import LogMel
-from engine.config import AudioConfig
 from training.clip_bank import SAMPLE_RATE, ClipBank, ClipBankWriter, Word
 from training.compose import Composer
 from training.spectrogram import NO_WARP, Stretch, WarpedSpectrogram, mel_filters
+from voxlite.engine.audio.log_mel import LogMel
+from voxlite.engine.config import AudioConfig
 
 AUDIO = AudioConfig()
 FRAMES_PER_SECOND = SAMPLE_RATE / AUDIO.hop_samples

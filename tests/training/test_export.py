@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import VoxtralRealtimeForConditionalGeneration
 
-from engine.config import AudioConfig, read_model_config
-from engine.model.checkpoint_files import CheckpointFiles
-from engine.model.weights import load_weights
 from training.export import export, mistral_names, mistral_params, mistral_tensors
 from training.model import ModelShape, TrainingModel
+from voxlite.engine.config import AudioConfig, read_model_config
+from voxlite.engine.model.checkpoint_files import CheckpointFiles
+from voxlite.engine.model.weights import load_weights
 
 SHAPE = ModelShape(
     encoder_dim=32,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig
 from training.clip_bank import Word
 from training.targets import target_ids, word_position
+from voxlite.engine.config import BOS_ID, STREAMING_PAD_ID, STREAMING_WORD_ID, AudioConfig
 
 AUDIO = AudioConfig()
 ONE, TWO = 1001, 1002

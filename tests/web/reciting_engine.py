@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import STREAMING_PAD_ID
-from engine.events import TextDelta, Word
 from tests.server.fake_engine import AUDIO, FIRST_TEXT_ID, FakeEngine
+from voxlite.engine.config import STREAMING_PAD_ID
+from voxlite.engine.events import TextDelta, Word
 
 TOKENS_PER_WORD = 4
 TEXT = (

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import soundfile
 
-from engine import Engine, EngineConfig
-from engine.errors import CheckpointError
-from server.bundled import bundled_model
-from server.session.voice_activity import SileroModel
 from tests.server.harness import LiveServer, serve
 from tests.server.realtime.test_socket_openai import INTENT, PCM_16, update
 from tests.speechlike import SAMPLE_RATE_HZ
 from tests.web.reciting_engine import TEXT, RecitingEngine
 from tests.word_lists import num_differing, words
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.errors import CheckpointError
+from voxlite.server.bundled import bundled_model
+from voxlite.server.session.voice_activity import SileroModel
 
 pytestmark = pytest.mark.browser
 

@@ -10,8 +10,8 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from engine.audio.audio_file import AudioFile, pcm16_to_float, read_audio, read_pcm16
-from engine.errors import InvalidInput
+from voxlite.engine.audio.audio_file import AudioFile, pcm16_to_float, read_audio, read_pcm16
+from voxlite.engine.errors import InvalidInput
 
 Samples = NDArray[np.float32]
 

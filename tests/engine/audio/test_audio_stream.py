@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.audio.audio_stream import AudioStream
-from engine.config import AudioConfig
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.config import AudioConfig
 
 AUDIO = AudioConfig()
 LEFT, STEP, SPAN, LOOK_BACK, LOOK_AHEAD = 32, 1_280, 1_520, 200, 40

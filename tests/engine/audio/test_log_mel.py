@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.audio.audio_stream import AudioStream
-from engine.audio.log_mel import LogMel
-from engine.config import AudioConfig
 from tests.oracle import Oracle
 from tests.speechlike import speechlike
+from voxlite.engine.audio.audio_stream import AudioStream
+from voxlite.engine.audio.log_mel import LogMel
+from voxlite.engine.config import AudioConfig
 
 AUDIO = AudioConfig()
 N_DELAY = 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.audio.resampler import MAX_RATE_HZ, MIN_RATE_HZ, Resampler
-from engine.errors import InvalidInput
+from voxlite.engine.audio.resampler import MAX_RATE_HZ, MIN_RATE_HZ, Resampler
+from voxlite.engine.errors import InvalidInput
 
 RATES_HZ = [8_000, 24_000, 44_100, 48_000]
 Samples = NDArray[np.float32]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import EngineConfig, InvalidInput
-from engine.config import AudioConfig
-from server.bundled import bundled_model
-from server.cli import main
-from server.commands.benchmark import Replay, decoder_bytes, run_bench
-from server.commands.random_model import PRESETS, RandomTensors, write_description
 from tests.engine.test_weights import config_of
+from voxlite.engine import EngineConfig, InvalidInput
+from voxlite.engine.config import AudioConfig
+from voxlite.server.bundled import bundled_model
+from voxlite.server.cli import main
+from voxlite.server.commands.benchmark import Replay, decoder_bytes, run_bench
+from voxlite.server.commands.random_model import PRESETS, RandomTensors, write_description
 
 REPLAY = Path(__file__).parents[3] / "bench" / "replay.jsonl"
 

@@ -7,10 +7,17 @@ import pytest
 import soundfile
 from typer.testing import CliRunner
 
-from engine import Engine, EngineConfig, InvalidInput, SessionOptions
-from server.cli import app
-from server.commands.evaluate import Clip, normalize, read_manifest, score, score_sets, transcripts
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, InvalidInput, SessionOptions
+from voxlite.server.cli import app
+from voxlite.server.commands.evaluate import (
+    Clip,
+    normalize,
+    read_manifest,
+    score,
+    score_sets,
+    transcripts,
+)
 
 
 def test_a_manifest_gives_clips_with_paths_relative_to_it(tmp_path: Path) -> None:

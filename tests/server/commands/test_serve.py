@@ -20,26 +20,26 @@ import soundfile
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from engine import Engine, EngineConfig
-from engine.engine import EngineStats
-from engine.errors import CheckpointError, InvalidInput
-from server.async_engine import EngineStatus
-from server.commands import demo
-from server.commands.serve import serve as run_server
-from server.commands.serve import settings_of
-from server.listening import listen
-from server.warm_up import log_speed, step_s
 from tests.checkpoints import write_checkpoint
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import TIMEOUT_S, Client, LiveServer, serve
 from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
+from voxlite.engine import Engine, EngineConfig
+from voxlite.engine.engine import EngineStats
+from voxlite.engine.errors import CheckpointError, InvalidInput
+from voxlite.server.async_engine import EngineStatus
+from voxlite.server.commands import demo
+from voxlite.server.commands.serve import serve as run_server
+from voxlite.server.commands.serve import settings_of
+from voxlite.server.listening import listen
+from voxlite.server.warm_up import log_speed, step_s
 
 ROOT = Path(__file__).parents[3]
 
 
 def start(*args: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "server.cli", "serve", *args],
+        [sys.executable, "-m", "voxlite.server.cli", "serve", *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stderr=subprocess.PIPE,
@@ -135,7 +135,7 @@ def test_a_server_that_is_stopped_finishes_what_was_committed_and_refuses_the_re
 def test_who_waits_when_the_time_to_stop_is_over_is_told_so(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
 ) -> None:
-    monkeypatch.setattr("server.commands.serve._MAX_DRAIN_S", 0.2)
+    monkeypatch.setattr("voxlite.server.commands.serve._MAX_DRAIN_S", 0.2)
     file = io.BytesIO()
     soundfile.write(file, np.tile(tone(1, 2, 3), 200), 16_000, format="WAV")
     answers: list[httpx2.Response] = []

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import soundfile
 
-from engine import Engine, EngineConfig, SessionOptions
-from server import cli
-from server.commands.transcribe import FileJob, OutputFormat, Transcript, transcribe_files
 from tests.checkpoints import DecoderShape, EncoderShape, write_checkpoint
 from tests.speechlike import speechlike
+from voxlite.engine import Engine, EngineConfig, SessionOptions
+from voxlite.server import cli
+from voxlite.server.commands.transcribe import FileJob, OutputFormat, Transcript, transcribe_files
 
 OPEN_SPEECH = Path(__file__).parents[3].parent / "shared" / "data" / "open_speech"
 FORMATS: tuple[OutputFormat, ...] = ("text", "json", "srt", "vtt")

@@ -8,9 +8,9 @@ from itertools import count
 
 import pytest
 
-from engine.config import LEGAL_DELAYS_MS
-from engine.events import Usage, Word
-from server.protocol.messages import (
+from voxlite.engine.config import LEGAL_DELAYS_MS
+from voxlite.engine.events import Usage, Word
+from voxlite.server.protocol.messages import (
     Append,
     Commit,
     Completed,
@@ -23,12 +23,17 @@ from server.protocol.messages import (
     ProtocolError,
     SessionUpdated,
 )
-from server.protocol.mistral import MistralProtocol
-from server.protocol.negotiation import Dialect, NegotiatedProtocol, dialect_of_update, hint_of
-from server.protocol.openai_ga import OpenAIGAProtocol
-from server.protocol.vllm import VllmProtocol
-from server.protocol.wire import decode_audio, parse_object
-from server.session.session_config import (
+from voxlite.server.protocol.mistral import MistralProtocol
+from voxlite.server.protocol.negotiation import (
+    Dialect,
+    NegotiatedProtocol,
+    dialect_of_update,
+    hint_of,
+)
+from voxlite.server.protocol.openai_ga import OpenAIGAProtocol
+from voxlite.server.protocol.vllm import VllmProtocol
+from voxlite.server.protocol.wire import decode_audio, parse_object
+from voxlite.server.session.session_config import (
     PCM_16_KHZ,
     PCM_24_KHZ,
     AudioFormat,

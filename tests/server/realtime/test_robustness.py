@@ -463,7 +463,7 @@ def test_while_loading_and_after_a_failure_the_server_says_so() -> None:
         may_load.set()
         live.wait_until(lambda: http.get("/health").status_code == 200)
         assert transcribes(live, 1)
-        from engine.errors import EngineFailure
+        from voxlite.engine.errors import EngineFailure
 
         engine.failure = EngineFailure("out of memory")
         health = http.get("/health")
@@ -475,7 +475,7 @@ def test_while_loading_and_after_a_failure_the_server_says_so() -> None:
 
 def test_a_model_that_cannot_be_loaded_is_a_reason_not_a_hang() -> None:
     def load() -> FakeEngine:
-        from engine.errors import CheckpointError
+        from voxlite.engine.errors import CheckpointError
 
         raise CheckpointError("params.json is missing")
 

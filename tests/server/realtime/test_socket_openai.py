@@ -193,8 +193,8 @@ def test_the_result_does_not_depend_on_how_resampled_audio_was_cut(server: LiveS
 
 @pytest.mark.parametrize("type_", ["audio/pcmu", "audio/pcma"])
 def test_g711(server: LiveServer, type_: str) -> None:
-    from server.protocol.openai_ga import _ENCODINGS
-    from server.session.audio_decoder import _G711_TABLES
+    from voxlite.server.protocol.openai_ga import _ENCODINGS
+    from voxlite.server.session.audio_decoder import _G711_TABLES
 
     table = _G711_TABLES[_ENCODINGS[type_]]
     clip = resampled([4, 12], 8000)

@@ -9,9 +9,9 @@ import pytest
 import soundfile
 import soxr
 
-from engine.errors import InvalidInput
-from server.session.audio_decoder import AudioDecoder
-from server.session.session_config import RATES_HZ, AudioFormat, Encoding
+from voxlite.engine.errors import InvalidInput
+from voxlite.server.session.audio_decoder import AudioDecoder
+from voxlite.server.session.session_config import RATES_HZ, AudioFormat, Encoding
 
 
 def speech_like(num_samples: int) -> np.ndarray:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.session.session_config import Eagerness, SemanticVad, ServerVad
-from server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from server.session.voice_activity import WINDOW_SAMPLES, SileroModel
 from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import LiveServer, serve
 from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
+from voxlite.server.session.session_config import Eagerness, SemanticVad, ServerVad
+from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
+from voxlite.server.session.voice_activity import WINDOW_SAMPLES, SileroModel
 
 WINDOW_MS = 32
 
@@ -240,7 +240,7 @@ def test_silero_runs_behind_the_socket() -> None:
 
 def test_the_voice_detector_reports_to_nobody(tmp_path: Path) -> None:
     """Its library would keep a number of the machine's, and a database of what it reports."""
-    script = "from server.session.voice_activity import SileroModel; SileroModel()"
+    script = "from voxlite.server.session.voice_activity import SileroModel; SileroModel()"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     environment.pop("ORT_DISABLE_TELEMETRY", None)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
