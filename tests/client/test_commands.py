@@ -1,7 +1,6 @@
 """The commands as a user runs them, against the application on a real port."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,20 +54,6 @@ def test_flags_reach_the_server_and_the_pace_is_kept(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # 32 tokens of left padding, the first one, and a delay of 12.
     assert b"Usage:   45 prompt tokens" in done.stdout
-
-
-def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "a.wav", AUDIO, 16_000)
-    (code,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        if "voxlite.client.realtime_client" in block
-    )
-    with serve() as live:
-        code = code.replace("localhost:8000", f"127.0.0.1:{live.port}")
-        done = run(["-c", code.replace("models/demo/sample.wav", str(tmp_path / "a.wav"))])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == b"w1 w2 w3"
 
 
 def test_standard_input_is_transcribed() -> None:
