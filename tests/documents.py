@@ -14,8 +14,12 @@ ROOT: Final = Path(__file__).parent.parent
 NAMES: Final = (
     "README.md",
     "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
     "bench/README.md",
+    "models/demo/MODEL_CARD.md",
     "tests/README.md",
+    "training/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
 )
 DOCUMENTS: Final = tuple(ROOT / name for name in NAMES if (ROOT / name).exists())
