@@ -184,7 +184,9 @@ class Container:
         target = Path(self.workdir, self.here(arguments.split()[-1]))
         for source in map(ROOT.joinpath, sources(arguments)):
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(source, target)
 
@@ -227,7 +229,7 @@ def test_the_image_installs_serves_is_healthy_and_stops(
     for stage in stages:
         for step in stage.steps:
             container.carry_out(step)
-    [package] = tmp_path.glob("opt/voxlite/lib/*/site-packages/server")
+    [package] = tmp_path.glob("opt/voxlite/lib/*/site-packages/voxlite/server")
     model = package.parent / "models" / "demo"
     if not (model / "params.json").exists():
         write_checkpoint(model)

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from voxlite.engine.kernels.attention import Windows, windowed_attention
+
+# The score of a key that a row doesn't read. Not -inf: a row that reads no key of a run would be
+# NaN, which oneDNN's bfloat16 products spread to other rows on CPUs with AMX (PyTorch 2.13).
+_NO_SCORE: Final = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def _attend_in_place(q: Tensor, cache: LayerCache, segment: Segment) -> Tensor:
 def _merged(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
     """Weigh results of runs, (K, G n, D) each, by their parts of the sum, (K, G n) logarithms."""
     weights = torch.softmax(torch.stack(log_sums), dim=0)[..., None]  # (runs, K, G n, 1) float32
-    # Where a run is masked as a whole its weight is 0, and its result may be no number.
+    # Where a run is masked as a whole its weight is 0, whatever its result is.
     merged = (torch.where(weights > 0, torch.stack(outs), 0) * weights).sum(dim=0)
     return merged.to(outs[0].dtype)
 
@@ -184,5 +189,5 @@ def _attend_dense(
     """
     scores = (q * q.shape[-1] ** -0.5 @ keys.transpose(1, 2)).float()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask, _NO_SCORE)
     return torch.softmax(scores, dim=-1).to(q.dtype) @ values, scores.logsumexp(dim=-1)

@@ -245,3 +245,18 @@ def test_the_kernel_is_for_bfloat16_and_whole_registers(
     keys = torch.zeros((2, 16, head_size), dtype=dtype)
     assert fits_windowed_attention(keys, 8) is is_kernel
     assert not fits_windowed_attention(keys, 58)  # 29 queries of a key/value head
+
+
+@pytest.mark.parametrize("num_masked", [61, 64, 157])
+def test_a_run_that_a_row_does_not_read_leaves_no_trace(num_masked: int) -> None:
+    """On CPUs with AMX a row of NaN beside others made them NaN, too."""
+    generator = torch.Generator().manual_seed(0)
+    cache = LayerCache(*torch.randn((2, 2, 512, 16), generator=generator).bfloat16())
+    queries = torch.randn((192, 2, 16), generator=generator).bfloat16()
+    mask = torch.ones((192, num_masked + 64), dtype=torch.bool)
+    mask[100:, :num_masked] = False
+    runs = (range(300, 300 + num_masked), range(64))
+    out = paged_attention(queries, cache, [Segment(slice(0, 192), runs, mask)])
+    only = paged_attention(queries[100:], cache, [Segment(slice(0, 92), runs[1:], None)])
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[100:], only, rtol=0, atol=0.02)
