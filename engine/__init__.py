@@ -1,7 +1,7 @@
 """A realtime transcription engine for Voxtral-Realtime checkpoints, on PyTorch's own operators."""
 
 from voxlite.engine.config import EngineConfig, SessionOptions
-from voxlite.engine.engine import Engine, EngineStats, StepStats
+from voxlite.engine.engine import Engine
 from voxlite.engine.errors import (
     CheckpointError,
     EngineFailure,
@@ -12,6 +12,7 @@ from voxlite.engine.errors import (
 )
 from voxlite.engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
 from voxlite.engine.session import Session
+from voxlite.engine.stats import EngineStats, StepStats
 
 __all__ = [
     "CheckpointError",

@@ -12,87 +12,34 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
-import psutil
 import torch
 
 from voxlite.engine.active_session import ActiveSession
-from voxlite.engine.block_pool import BlockPool
-from voxlite.engine.checkpoint import find_checkpoint
-from voxlite.engine.config import (
-    LEGAL_DELAYS_MS,
-    EngineConfig,
-    ModelConfig,
-    SessionOptions,
-    read_model_config,
-)
-from voxlite.engine.drafting import ROWS_PER_DRAFT
-from voxlite.engine.errors import (
-    CheckpointError,
-    EngineFailure,
-    InvalidInput,
-    Overloaded,
-    SessionClosed,
-    VoxliteError,
-)
+from voxlite.engine.config import LEGAL_DELAYS_MS, EngineConfig, SessionOptions
+from voxlite.engine.drafting import ROWS_PER_DRAFT, default_num_draft_tokens
+from voxlite.engine.errors import EngineFailure, Overloaded, SessionClosed, VoxliteError
 from voxlite.engine.events import Event, SessionEnded
 from voxlite.engine.inbox import Append, Close, Command, InboxBudget
-from voxlite.engine.kv_cache_manager import KVCacheManager, SlidingWindowManager, make_kv_cache_spec
-from voxlite.engine.model.checkpoint_files import CheckpointFiles
-from voxlite.engine.model.int8_cache import Int8Cache
-from voxlite.engine.model.malloc import keep_freed_memory
+from voxlite.engine.kv_cache_manager import KVCacheManager
+from voxlite.engine.loading import load_model, set_up_process
+from voxlite.engine.memory import make_kv_cache
 from voxlite.engine.model.weights import TensorSource
 from voxlite.engine.model_runner import DecodeJob, EncodeJob, ModelRunner, Pick
-from voxlite.engine.own_thread import on_own_thread
 from voxlite.engine.prefix_cache import PrefixCache
 from voxlite.engine.scheduler import DecodePlan, EncodePlan, Scheduler
 from voxlite.engine.session import Session
-from voxlite.engine.tokenizer import Tokenizer
+from voxlite.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
-# Below this, handing a layer to a second core costs more than it saves, and far more (20 x seen)
-# where that core is busy with something else.
-_SMALL_MODEL_BYTES = 64 * 2**20
 _Message = tuple[int, Command | ActiveSession]
 Job = TypeVar("Job", EncodeJob, DecodeJob)
 Result = TypeVar("Result")
-
-
-class StepStats(NamedTuple):
-    """One step, as told to `on_step`."""
-
-    duration_s: float
-    num_encoded_tokens: int
-    num_decoded_sessions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """A snapshot. Counters run since the start; `step_age_s` is None between steps.
-
-    Of the drafted tokens, num_tokens_out - num_passes were right.
-    """
-
-    num_sessions: int
-    max_sessions: int
-    num_steps: int
-    num_samples_in: int
-    num_tokens_out: int
-    num_passes: int  # of a session through the decoder, each for one token or, drafting, several
-    num_drafted_tokens: int
-    num_free_encoder_blocks: int
-    num_free_decoder_blocks: int
-    step_age_s: float | None
-    failure: EngineFailure | None
 
 
 class Engine:
@@ -129,31 +76,24 @@ class Engine:
         """
         self._config = config
         self._on_step = on_step
-        device = _device(config.device)
-        if config.quantization == "int8" and device.type != "cpu":
-            raise InvalidInput("quantization 'int8' is for CPUs: use --device cpu, or none")
-        folder = find_checkpoint(config.model)
-        self.tokenizer = Tokenizer(folder / "tekken.json")
-        self.model_config: ModelConfig = read_model_config(folder, self.tokenizer.audio_config)
-        if self.tokenizer.vocab_size < self.model_config.vocab_size:
-            raise CheckpointError(
-                f"{folder / 'tekken.json'} has {self.tokenizer.vocab_size} tokens, the model "
-                f"{self.model_config.vocab_size}"
-            )
-        self.default_delay_ms = self.model_config.audio.default_delay_ms
-        if config.default_delay_ms is not None:
-            self.default_delay_ms = config.default_delay_ms
-        self.check_options(SessionOptions(delay_ms=self.default_delay_ms))
-        self._runner = on_own_thread(lambda: self._load_model(folder, device, weights, pick))
-        self._kv_cache = self._make_kv_cache()
-        keep_freed_memory()  # now that what loading took for a while is given back
-        if device.type == "cpu" and self._runner.weight_bytes < _SMALL_MODEL_BYTES:
-            torch.set_num_threads(1)
+        model = load_model(config, weights, pick)
+        self.tokenizer, self.model_config = model.tokenizer, model.config
+        self.default_delay_ms = model.default_delay_ms
+        self._runner = model.runner
+        self.max_sessions, self._kv_cache = make_kv_cache(config, model.config, model.runner)
+        set_up_process(model.runner)
         self._prefix = PrefixCache(self._runner, self.model_config.audio)
+        num_draft_tokens = config.num_draft_tokens
+        if num_draft_tokens is None:
+            num_draft_tokens = default_num_draft_tokens(
+                is_int8=config.quantization == "int8",
+                is_cpu=self._runner.device.type == "cpu",
+                is_bfloat16=self._runner.dtype is torch.bfloat16,
+            )
         self._scheduler = Scheduler(
             max_encode_tokens=config.max_encode_tokens,
             max_batched_tokens=max(config.max_encode_tokens, config.max_num_seqs),
-            num_draft_tokens=_num_draft_tokens(config, self._runner),
+            num_draft_tokens=num_draft_tokens,
         )
         self._sessions: dict[int, ActiveSession] = {}
         self._session_ids = count()
@@ -168,9 +108,9 @@ class Engine:
         self._num_passes = self._num_drafted_tokens = 0
         logger.info(
             "model %s: %s on %s, %d sessions at once",
-            folder,
+            model.folder,
             "int8" if config.quantization == "int8" else self._runner.dtype,
-            device,
+            self._runner.device,
             self.max_sessions,
         )
 
@@ -472,104 +412,3 @@ class Engine:
         error = self._failure or SessionClosed("the engine was stopped")
         for session in list(self._sessions.values()):
             self._end(session, error)
-
-    def _load_model(
-        self,
-        folder: Path,
-        device: torch.device,
-        weights: TensorSource | None,
-        pick: Pick | None,
-    ) -> ModelRunner:
-        config = self._config
-        load = partial(
-            ModelRunner,
-            config=self.model_config,
-            dtype=_dtype(config.dtype),
-            device=device,
-            is_int8=config.quantization == "int8",
-            pick=pick,
-        )
-        if weights is not None:
-            return load(weights)
-        files = CheckpointFiles(folder, is_mistral_format=self.model_config.is_mistral_format)
-        # A small model is quantized in no time.
-        is_kept = config.quantization == "int8" and files.num_bytes >= _SMALL_MODEL_BYTES
-        runner = load(files, int8_cache=Int8Cache.of(files.fingerprint) if is_kept else None)
-        files.finish()
-        return runner
-
-    def _make_kv_cache(self) -> KVCacheManager:
-        """Size both pools for as many sessions as fit, and make the cache's tensors."""
-        config, model, runner = self._config, self.model_config, self._runner
-        encoder = make_kv_cache_spec(model.encoder, config.block_size, model.block_pool_size)
-        decoder = make_kv_cache_spec(model.decoder, config.block_size)
-        encoder_blocks = encoder.max_admission_blocks_per_request(config.max_encode_tokens, None)
-        decoder_blocks = decoder.max_admission_blocks_per_request(
-            model.audio.num_prompt_tokens(LEGAL_DELAYS_MS[-1] // model.audio.token_ms), None
-        )
-        session_bytes = encoder_blocks * runner.block_bytes(
-            model.encoder, encoder
-        ) + decoder_blocks * runner.block_bytes(model.decoder, decoder)
-        self.max_sessions = self._num_sessions_that_fit(session_bytes)
-        num_encoder_blocks = self.max_sessions * encoder_blocks
-        num_decoder_blocks = self.max_sessions * decoder_blocks
-        runner.make_caches((encoder, num_encoder_blocks), (decoder, num_decoder_blocks))
-        managers = []
-        for spec, num_blocks, blocks_per_session, cache in (
-            (encoder, num_encoder_blocks, encoder_blocks, runner.encoder_cache),
-            (decoder, num_decoder_blocks, decoder_blocks, runner.decoder_cache),
-        ):
-            manager = SlidingWindowManager(spec, BlockPool(num_blocks), blocks_per_session)
-            if config.poison_freed_blocks:
-                cache.fill(range(num_blocks), torch.nan)
-                manager.on_free = partial(cache.fill, value=torch.nan)
-            managers.append(manager)
-        return KVCacheManager(*managers)
-
-    def _num_sessions_that_fit(self, session_bytes: int) -> int:
-        config = self._config
-        if config.kv_cache_gib is not None:
-            budget_bytes = config.kv_cache_gib * _GIB
-        else:
-            budget_bytes = _memory_bytes(self._runner.device) * 0.9 - self._runner.weight_bytes
-        num_sessions = min(config.max_num_seqs, int(budget_bytes // session_bytes))
-        if num_sessions < 1:
-            raise InvalidInput(
-                f"{budget_bytes / _GIB:.2f} GiB for the KV cache: one session of this model needs "
-                f"{session_bytes / _GIB:.2f} GiB; raise --kv-cache-gib"
-            )
-        return num_sessions
-
-
-def _num_draft_tokens(config: EngineConfig, runner: ModelRunner) -> int:
-    """Return how many positions to draft: three give two to three tokens a pass in speech.
-
-    On a CPU rows are nearly free up to a tile of a linear layer's: seven rows in int8, which are
-    three drafts, and five in bfloat16, which are two. In float32 they aren't.
-    """
-    if config.num_draft_tokens is not None:
-        return config.num_draft_tokens
-    if config.quantization == "int8" or runner.device.type != "cpu":
-        return 3
-    return 2 if runner.dtype is torch.bfloat16 else 0
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
-
-
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise InvalidInput("device 'cuda': PyTorch finds no CUDA device on this machine")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    """Return the dtype, or None for the checkpoint's own."""
-    if name == "auto":
-        return None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from voxlite.engine.config import ModelConfig, SessionOptions
-from voxlite.engine.engine import EngineStats
 from voxlite.engine.errors import EngineFailure, Overloaded, VoxliteError
 from voxlite.engine.events import Event
+from voxlite.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from voxlite.engine.engine import EngineStats, StepStats
+from voxlite.engine.stats import EngineStats, StepStats
 from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)

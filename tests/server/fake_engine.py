@@ -23,7 +23,6 @@ from voxlite.engine.config import (
     SessionOptions,
     cdiv,
 )
-from voxlite.engine.engine import EngineStats
 from voxlite.engine.errors import (
     EngineFailure,
     InvalidInput,
@@ -34,6 +33,7 @@ from voxlite.engine.errors import (
 from voxlite.engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
 from voxlite.engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
 from voxlite.engine.session import Session
+from voxlite.engine.stats import EngineStats
 
 AUDIO = AudioConfig()
 LEVEL = 1 / 32

@@ -25,8 +25,8 @@ from tests.server.fake_engine import FakeEngine, pcm16, tone
 from tests.server.harness import TIMEOUT_S, Client, LiveServer, serve
 from tests.server.realtime.test_socket_openai import COMPLETED, INTENT, PCM_16, text_of, update
 from voxlite.engine import Engine, EngineConfig
-from voxlite.engine.engine import EngineStats
 from voxlite.engine.errors import CheckpointError, InvalidInput
+from voxlite.engine.stats import EngineStats
 from voxlite.server.async_engine import EngineStatus
 from voxlite.server.commands import demo
 from voxlite.server.commands.serve import serve as run_server
