@@ -259,9 +259,10 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the engine on this machine: passes, clips, memory, beside what the memory allows."""
+    from voxlite.bench.engine_report import print_report
+    from voxlite.bench.engine_speed import measure_engine
     from voxlite.engine import EngineConfig, InvalidInput
     from voxlite.server.bundled import bundled_model
-    from voxlite.server.commands.benchmark import print_report, run_bench
 
     configure_logging(logging.WARNING)
     if model is not None and preset is not None:
@@ -281,7 +282,7 @@ def bench(
         num_draft_tokens=draft_tokens,
         max_buffered_seconds=max(60.0, seconds, replay_seconds),
     )
-    report = run_bench(
+    report = measure_engine(
         config,
         preset=preset,
         sessions=counts,

@@ -1,53 +1,25 @@
-"""`voxlite bench`: everything is measured, on a real or a random model; bad input is said."""
+"""What `voxlite bench` measures with: random models, word times put in place of tokens, bounds."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.test_weights import config_of
+from voxlite.bench.engine_speed import decoder_bytes, measure_engine
+from voxlite.bench.random_model import PRESETS, RandomTensors, write_description
+from voxlite.bench.replay import Replay
 from voxlite.engine import EngineConfig, InvalidInput
 from voxlite.engine.config import AudioConfig
 from voxlite.server.bundled import bundled_model
-from voxlite.server.cli import main
-from voxlite.server.commands.benchmark import Replay, decoder_bytes, run_bench
-from voxlite.server.commands.random_model import PRESETS, RandomTensors, write_description
 
-REPLAY = Path(__file__).parents[3] / "bench" / "replay.jsonl"
-
-
-Bench = Callable[..., str]
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """Run the command in this process; its output, or its error where it ends with one."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["voxlite", "bench", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return err if end.value.code else out
-
-    return run
-
-
-def test_a_random_model_is_measured_in_memory(bench: Bench) -> None:
-    report = json.loads(bench("--preset", "tiny", "--sessions", "1,3", "--seconds", "1", "--json"))
-    assert [clips["num_sessions"] for clips in report["clips"]] == [1, 3]
-    assert report["clips"][0]["num_steps"] == 13 + 10  # 17 tokens of padding, less the prompt's 7
-    assert all(ms > 0 for ms in [*report["decode_ms"].values(), *report["batch_ms"].values()])
-    assert report["bandwidth_gb_s"] > 1
-    assert report["replay"] is None
+REPLAY = Path(__file__).parents[2] / "bench" / "replay.jsonl"
 
 
 def test_a_replay_is_drafted_as_speech_would_be() -> None:
     config = EngineConfig(model=str(bundled_model()), max_num_seqs=1, num_draft_tokens=3)
-    report = run_bench(
+    report = measure_engine(
         config, preset="tiny", sessions=[1], seconds=1.0, replay_path=REPLAY, replay_seconds=20.0
     )
     assert report.replay is not None
@@ -89,27 +61,6 @@ def test_the_4b_preset_has_the_published_sizes(tmp_path: Path) -> None:
     assert (config.decoder.dim, config.decoder.num_layers, config.vocab_size) == (3072, 26, 131_072)
     assert (config.encoder.window, config.decoder.window) == (750, 8192)
     assert decoder_bytes(config, "none", torch.bfloat16) == pytest.approx(6.86e9, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "5b"], "preset '5b': one of tiny, small, 4b"),
-        (["--preset", "tiny", "--sessions", "two"], "--sessions two: whole numbers from 1"),
-        (["--preset", "tiny", "--sessions", "0"], "--sessions 0: whole numbers from 1"),
-        (["MODEL", "--preset", "tiny"], "only one can be measured"),
-        (["--preset", "tiny", "--draft-tokens", "9"], "num_draft_tokens=9: 0 to 3"),
-        (["--preset", "tiny", "--replay", "nowhere.jsonl"], "nowhere.jsonl: not a file of word"),
-        (
-            ["--preset", "tiny", "--replay", str(REPLAY), "--replay-seconds", "1000"],
-            "not 1000.0 s",
-        ),
-    ],
-)
-def test_bad_input_is_a_sentence(arguments: list[str], message: str, bench: Bench) -> None:
-    error = bench(*arguments)
-    assert error.startswith("voxlite: ")
-    assert message in error
 
 
 def test_a_replay_that_is_no_json_is_refused(tmp_path: Path) -> None:
