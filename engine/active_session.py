@@ -21,7 +21,14 @@ from voxlite.engine.detokenizer import Detokenizer, WordTimer
 from voxlite.engine.drafting import DraftYield
 from voxlite.engine.errors import EngineFailure
 from voxlite.engine.events import Event, TextDelta, Usage, UtteranceDone, Word
-from voxlite.engine.inbox import Append, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.inbox import (
+    AppendSamples,
+    Discard,
+    EngineCommand,
+    Flush,
+    InboxBudget,
+    SetOptions,
+)
 from voxlite.engine.model.encoder import ConvState
 from voxlite.engine.model_runner import DecodeResult, EncodeResult
 
@@ -109,23 +116,23 @@ class ActiveSession:
     token_bytes: Callable[[int], bytes]
     new_conv_state: Callable[[], ConvState]
     new_adapter_queue: Callable[[], Tensor]
-    commands: deque[Command] = field(default_factory=deque)
+    commands: deque[EngineCommand] = field(default_factory=deque)
     utterance: Utterance | None = None
     is_finished: bool = False
     _utterance_id: int = 0
     _num_samples: int = 0  # the session's clock
     _last_word_end_s: float = 0.0
 
-    def receive(self, command: Command) -> None:
+    def receive(self, command: EngineCommand) -> None:
         """Queue a command. One that discards takes the place of the audio that it drops."""
         if not isinstance(command, Discard):
             self.commands.append(command)
             return
-        changes: list[Configure] = []
+        changes: list[SetOptions] = []
         num_samples = 0
-        while self.commands and isinstance(last := self.commands[-1], Append | Configure):
+        while self.commands and isinstance(last := self.commands[-1], AppendSamples | SetOptions):
             self.commands.pop()
-            if isinstance(last, Append):
+            if isinstance(last, AppendSamples):
                 self.budget.release(len(last.samples))
                 num_samples += len(last.samples)
             else:
@@ -141,7 +148,7 @@ class ActiveSession:
         has_discarded = False
         while self.commands and self._wants_input(max_ready_tokens):
             match self.commands.popleft():
-                case Append(samples):
+                case AppendSamples(samples):
                     self.budget.release(len(samples))
                     self.utterance = self.utterance or self._start_utterance()
                     self.utterance.audio.append(samples)
@@ -158,7 +165,7 @@ class ActiveSession:
                     self.budget.release(0)
                     self._end_utterance(num_dropped_samples=num_samples)
                     has_discarded = True
-                case Configure(options):
+                case SetOptions(options):
                     self.budget.release(0)
                     self.options = options
         return has_discarded

@@ -24,7 +24,7 @@ from voxlite.engine.config import LEGAL_DELAYS_MS, EngineConfig, SessionOptions
 from voxlite.engine.drafting import ROWS_PER_DRAFT, default_num_draft_tokens
 from voxlite.engine.errors import EngineFailure, Overloaded, SessionClosed, VoxliteError
 from voxlite.engine.events import Event, SessionEnded
-from voxlite.engine.inbox import Append, Close, Command, InboxBudget
+from voxlite.engine.inbox import AppendSamples, Close, EngineCommand, InboxBudget
 from voxlite.engine.kv_cache_manager import KVCacheManager
 from voxlite.engine.loading import load_model, set_up_process
 from voxlite.engine.memory import make_kv_cache
@@ -37,7 +37,7 @@ from voxlite.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger(__name__)
 
-_Message = tuple[int, Command | ActiveSession]
+_Message = tuple[int, EngineCommand | ActiveSession]
 Job = TypeVar("Job", EncodeJob, DecodeJob)
 Result = TypeVar("Result")
 
@@ -260,7 +260,7 @@ class Engine:
                 self._end(session, None)
             else:
                 session.receive(item)
-                self._num_samples_in += len(item.samples) if isinstance(item, Append) else 0
+                self._num_samples_in += len(item.samples) if isinstance(item, AppendSamples) else 0
 
     def _encode(self, plans: Sequence[EncodePlan]) -> int:
         """Encode the planned tokens. Return how many."""

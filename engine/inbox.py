@@ -18,7 +18,7 @@ from voxlite.engine.errors import Overloaded, SessionClosed
 
 
 @dataclass(frozen=True, slots=True)
-class Append:
+class AppendSamples:
     """More samples, (n,) float32 at 16 kHz."""
 
     samples: NDArray[np.float32]
@@ -42,7 +42,7 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Configure:
+class SetOptions:
     """Options for the utterances that start after this."""
 
     options: SessionOptions
@@ -53,7 +53,7 @@ class Close:
     """The session ends now; what it still had to say is dropped."""
 
 
-Command = Append | Flush | Discard | Configure | Close
+EngineCommand = AppendSamples | Flush | Discard | SetOptions | Close
 
 # A bound on memory where appends are tiny: audio in chunks of 10 ms may wait for 100 s.
 _MAX_COMMANDS: Final = 10_000

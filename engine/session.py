@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from voxlite.engine.config import SessionOptions
 from voxlite.engine.errors import InvalidInput, SessionClosed
-from voxlite.engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.inbox import (
+    AppendSamples,
+    Close,
+    Discard,
+    EngineCommand,
+    Flush,
+    InboxBudget,
+    SetOptions,
+)
 
 # Long appends are cut, so that the engine takes up about as much as it can use and no more.
 _PIECE_SAMPLES: Final = 16_000
@@ -30,7 +38,7 @@ class Session:
         self,
         session_id: int,
         budget: InboxBudget,
-        send: Callable[[Command], None],
+        send: Callable[[EngineCommand], None],
         check_options: Callable[[SessionOptions], None],
     ) -> None:
         self.session_id = session_id
@@ -80,7 +88,7 @@ class Session:
         with self._lock:
             self._check_open()
             for start in starts:
-                self._send(Append(samples[start : start + _PIECE_SAMPLES].copy()))
+                self._send(AppendSamples(samples[start : start + _PIECE_SAMPLES].copy()))
 
     def commit(self) -> None:
         """End the utterance: its last words come, then `UtteranceDone`; the session goes on.
@@ -119,7 +127,7 @@ class Session:
             SessionClosed: the session has been finished or has ended.
         """
         self._check_options(options)
-        self._send_budgeted(Configure(options))
+        self._send_budgeted(SetOptions(options))
 
     def close(self) -> None:
         """End the session now; text still to come is dropped. May be called again."""
@@ -127,7 +135,7 @@ class Session:
             self._is_finished = True
             self._send(Close())
 
-    def _send_budgeted(self, command: Command) -> None:
+    def _send_budgeted(self, command: EngineCommand) -> None:
         """Send a command without samples that takes its place in the budget."""
         with self._lock:
             self._check_open()

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 Samples = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPiece:
+    """Samples, and where in the stream they begin."""
+
+    position: int
+    samples: Samples
 
 
 class HeldAudio:
@@ -23,9 +33,10 @@ class HeldAudio:
         """Add samples at the end."""
         self._samples = np.concatenate((self._samples, samples))
 
-    def take_until(self, position: int) -> Samples:
+    def take_until(self, position: int) -> AudioPiece:
         """Remove and return the samples before a position."""
         num_taken = min(max(position - self.start, 0), len(self._samples))
-        taken, self._samples = self._samples[:num_taken], self._samples[num_taken:]
+        taken = AudioPiece(self.start, self._samples[:num_taken])
+        self._samples = self._samples[num_taken:]
         self.start += num_taken
         return taken

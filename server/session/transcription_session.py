@@ -31,10 +31,11 @@ from voxlite.server.protocol.messages import (
 )
 from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
 from voxlite.server.session.engine_feed import EngineFeed
+from voxlite.server.session.held_audio import AudioPiece
 from voxlite.server.session.items import Item, Items
 from voxlite.server.session.session_config import SessionConfig, TurnDetection
 from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from voxlite.server.session.turn_gate import Pass, Step, TurnGate
+from voxlite.server.session.turn_gate import Step, TurnGate
 from voxlite.server.session.voice_activity import VoiceModel
 
 logger = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ class TranscriptionSession:
         if len(samples) == 0:
             return
         if self._gate is None:
-            await self._feed(Pass(self._position, samples))
+            await self._feed(AudioPiece(self._position, samples))
             self._position += len(samples)
             return
         self._position += len(samples)
@@ -242,7 +243,7 @@ class TranscriptionSession:
             case Started(position):
                 item = self._begin_item(position)
                 self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(position)))
-            case Pass():
+            case AudioPiece():
                 await self._feed(step)
             case Stopped(position):
                 self._end_turn(position)
@@ -297,7 +298,7 @@ class TranscriptionSession:
                     f"{num_items} utterances are waiting for their text, the most at once"
                 )
 
-    async def _feed(self, audio: Pass) -> None:
+    async def _feed(self, audio: AudioPiece) -> None:
         """Give the engine samples of the open item, which begins here if there is none."""
         if len(audio.samples) == 0:
             return

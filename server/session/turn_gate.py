@@ -8,27 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from voxlite.server.session.held_audio import HeldAudio
+from voxlite.server.session.held_audio import AudioPiece, HeldAudio
 from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
 from voxlite.server.session.voice_activity import VoiceStream
 
 Samples = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Samples of a turn, and where in the stream they begin."""
-
-    position: int
-    samples: Samples
-
-
-Step = Started | Pass | Stopped | TimedOut
+Step = Started | AudioPiece | Stopped | TimedOut
 
 
 class TurnGate:
@@ -59,9 +48,9 @@ class TurnGate:
         probabilities = await loop.run_in_executor(self._executor, self._voice.push, samples)
         return list(self._steps(probabilities, padding_ms))
 
-    def release(self) -> Pass:
+    def release(self) -> AudioPiece:
         """Let through all that is held, whether it is speech or not."""
-        return self._pass_until(self._held.end)
+        return self._held.take_until(self._held.end)
 
     def _steps(self, probabilities: list[float], padding_ms: int) -> Iterator[Step]:
         detector, held = self._detector, self._held
@@ -72,15 +61,11 @@ class TurnGate:
                     held.take_until(position)
                     yield Started(held.start)
                 case Stopped(position):
-                    yield self._pass_until(position)
+                    yield held.take_until(position)
                     yield event
                 case TimedOut():
                     yield event
         if detector.is_speaking:
-            yield self._pass_until(detector.position)
+            yield held.take_until(detector.position)
         else:
             held.take_until(detector.position - detector.prefix_samples)
-
-    def _pass_until(self, position: int) -> Pass:
-        start = self._held.start
-        return Pass(start, self._held.take_until(position))

@@ -31,7 +31,15 @@ from voxlite.engine.errors import (
     VoxliteError,
 )
 from voxlite.engine.events import Event, SessionEnded, TextDelta, Usage, UtteranceDone, Word
-from voxlite.engine.inbox import Append, Close, Command, Configure, Discard, Flush, InboxBudget
+from voxlite.engine.inbox import (
+    AppendSamples,
+    Close,
+    Discard,
+    EngineCommand,
+    Flush,
+    InboxBudget,
+    SetOptions,
+)
 from voxlite.engine.session import Session
 from voxlite.engine.stats import EngineStats
 
@@ -151,7 +159,7 @@ class FakeEngine:
         for id_ in list(self._sessions):
             self._end(id_, None)
 
-    def _apply(self, id_: int, item: _FakeSession | Command) -> None:
+    def _apply(self, id_: int, item: _FakeSession | EngineCommand) -> None:
         if isinstance(item, _FakeSession):
             self._sessions[id_] = item
             return
@@ -159,9 +167,9 @@ class FakeEngine:
         if session is None:
             return
         if not isinstance(item, Close):
-            session.budget.release(len(item.samples) if isinstance(item, Append) else 0)
+            session.budget.release(len(item.samples) if isinstance(item, AppendSamples) else 0)
         match item:
-            case Append(samples):
+            case AppendSamples(samples):
                 session.num_samples += len(samples)
                 self.num_samples_in += len(samples)
                 session.audio = np.concatenate((session.audio, samples))
@@ -174,7 +182,7 @@ class FakeEngine:
             case Discard():
                 self.num_discarded += 1
                 self._finish_utterance(id_, session)
-            case Configure(options):
+            case SetOptions(options):
                 session.options = options
                 if session.num_samples == session.first_sample:
                     session.begin()
