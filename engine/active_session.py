@@ -172,7 +172,7 @@ class ActiveSession:
 
     def store(self, result: EncodeResult) -> None:
         """Take the outcome of an encode job."""
-        utterance = self._current
+        utterance = self.current
         utterance.conv_state = result.conv_state
         utterance.adapter = (
             torch.cat((utterance.adapter, result.adapter))
@@ -182,7 +182,7 @@ class ActiveSession:
 
     def count_drafts(self, num_drafts: int, num_right: int) -> None:
         """Learn how a decode job's drafts fared. To be told before its results."""
-        self._current.draft_yield.count(num_drafts, num_right)
+        self.current.draft_yield.count(num_drafts, num_right)
 
     def advance(self, result: DecodeResult) -> bool:
         """Take the outcome of a decode job, say what it means, and return whether that was all.
@@ -194,7 +194,7 @@ class ActiveSession:
                 f"the model's output is {result.logit}: the checkpoint holds such numbers, or this "
                 f"dtype can't hold the model's (float32 and bfloat16 reach furthest)"
             )
-        utterance = self._current
+        utterance = self.current
         utterance.adapter = utterance.adapter[utterance.num_input_tokens :]
         utterance.position += utterance.num_input_tokens
         utterance.last_token_id = result.token_id
@@ -220,7 +220,8 @@ class ActiveSession:
         return self.is_finished and self.utterance is None
 
     @property
-    def _current(self) -> Utterance:
+    def current(self) -> Utterance:
+        """The utterance under way; to be asked for only where there is one."""
         assert self.utterance is not None
         return self.utterance
 

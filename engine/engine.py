@@ -267,27 +267,34 @@ class Engine:
         jobs = []
         for session, num_tokens in plans:
             with self._isolated(session):
-                jobs.append((session, self._encode_job(session, num_tokens)))
+                num_copied = self._copy_encoded_prefix(session, num_tokens)
+                jobs.append((session, self._encode_job(session, num_tokens - num_copied)))
         for session, result in self._run(jobs, self._runner.encode):
             session.store(result)
         return sum(plan.num_tokens for plan in plans)
 
+    def _copy_encoded_prefix(self, session: ActiveSession, num_tokens: int) -> int:
+        """Copy the start that all utterances share into one that begins. Return how many tokens.
+
+        Args:
+            num_tokens: how many it is to encode; with no more than the prefix, none are copied.
+        """
+        audio, num_shared = session.current.audio, self._prefix.num_tokens
+        if audio.num_taken_tokens > 0 or num_tokens <= num_shared:
+            return 0
+        audio.take(num_shared)
+        table = self._kv_cache.encoder.make_room(session.session_id, 0, num_shared)
+        session.store(self._prefix.encode(table))
+        return num_shared
+
     def _encode_job(self, session: ActiveSession, num_tokens: int) -> EncodeJob:
-        utterance = session.utterance
-        assert utterance is not None
-        encoder, session_id = self._kv_cache.encoder, session.session_id
+        utterance = session.current
         first_token = utterance.audio.num_taken_tokens
-        spans = utterance.audio.take(num_tokens)
-        num_shared = self._prefix.num_tokens
-        if first_token == 0 and num_tokens > num_shared:
-            session.store(self._prefix.encode(encoder.make_room(session_id, 0, num_shared)))
-            first_token, spans = num_shared, spans[num_shared:]
-        table = encoder.make_room(session_id, first_token, len(spans))
         return EncodeJob(
-            spans=spans,
+            spans=utterance.audio.take(num_tokens),
             conv_state=utterance.conv_state,
             first_token=first_token,
-            table=table,
+            table=self._kv_cache.encoder.make_room(session.session_id, first_token, num_tokens),
         )
 
     def _decode(self, plans: Sequence[DecodePlan]) -> int:
@@ -295,7 +302,8 @@ class Engine:
         jobs = []
         for session, num_drafts in plans:
             with self._isolated(session):
-                jobs.append((session, self._decode_job(session, num_drafts)))
+                num_copied = self._copy_decoded_prefix(session)
+                jobs.append((session, self._decode_job(session, num_copied, num_drafts)))
         self._num_drafted_tokens += sum(job.num_drafts for _, job in jobs)
         drafted = {session.session_id: num_drafts for session, num_drafts in plans}
         for session, results in self._run(jobs, self._runner.decode):
@@ -308,26 +316,29 @@ class Engine:
                         self._kv_cache.reset(session.session_id)
         return len(jobs)
 
-    def _decode_job(self, session: ActiveSession, num_drafts: int) -> DecodeJob:
-        utterance = session.utterance
-        assert utterance is not None
-        decoder, session_id = self._kv_cache.decoder, session.session_id
-        first = num_skipped = 0
-        if utterance.position > 0:
-            first = utterance.position
-        elif self._prefix.is_encoded:
-            first = num_skipped = self._prefix.num_tokens
-            shared = decoder.make_room(session_id, 0, num_skipped)
-            self._prefix.decode(shared, utterance.delay_ms)
-        token_ids = utterance.input_ids[num_skipped:]
+    def _copy_decoded_prefix(self, session: ActiveSession) -> int:
+        """Copy the start that all utterances share into one that begins. Return how many tokens."""
+        utterance = session.current
+        if utterance.position > 0 or not self._prefix.is_encoded:
+            return 0
+        num_shared = self._prefix.num_tokens
+        table = self._kv_cache.decoder.make_room(session.session_id, 0, num_shared)
+        self._prefix.decode(table, utterance.delay_ms)
+        return num_shared
+
+    def _decode_job(self, session: ActiveSession, num_copied: int, num_drafts: int) -> DecodeJob:
+        """Return the job of the input positions after the `num_copied` ones in the cache."""
+        utterance = session.current
+        first = utterance.position + num_copied
+        token_ids = utterance.input_ids[num_copied:]
         return DecodeJob(
-            adapter=utterance.adapter[num_skipped:][: len(token_ids) + num_drafts],
+            adapter=utterance.adapter[num_copied:][: len(token_ids) + num_drafts],
             token_ids=token_ids,
             num_drafts=num_drafts,
             delay_ms=utterance.delay_ms,
             first_position=first,
-            table=decoder.make_room(
-                session_id, first, len(token_ids) + ROWS_PER_DRAFT * num_drafts
+            table=self._kv_cache.decoder.make_room(
+                session.session_id, first, len(token_ids) + ROWS_PER_DRAFT * num_drafts
             ),
             logprob=utterance.wants_logprobs,
         )

@@ -62,9 +62,9 @@ class FileTranscription:
 
     async def _read(self, file: BinaryIO) -> None:
         try:
-            blocks = await asyncio.to_thread(read_audio, file)
-            while (block := await asyncio.to_thread(next, blocks, None)) is not None:
-                await self._feed.append(block)
+            pieces = await asyncio.to_thread(read_audio, file)
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                await self._feed.append(piece, deadline_s=None)
             self._session.commit()
         except VoxliteError as err:
             self._events.put_nowait(err)

@@ -120,14 +120,14 @@ class TranscriptionSession:
             Overloaded: there was no room for it in time; so was the rest. It says how much.
         """
         async with self._lock:
-            self._engine_feed.set_deadline(self._services.max_append_wait_s)
+            deadline_s = self._deadline_s()
             if data:
                 self.last_activity_s = self._loop.time()
             piece_bytes = self._decoder.bytes_per_second
             for start in range(0, len(data), piece_bytes):
                 piece = data[start : start + piece_bytes]
                 try:
-                    await self._take_audio(self._decoder.push(piece))
+                    await self._take_audio(self._decoder.push(piece), deadline_s)
                 except VoxliteError as err:
                     self._decoder.skip(data[start + piece_bytes :])
                     if not isinstance(err, Overloaded):
@@ -146,11 +146,11 @@ class TranscriptionSession:
             Overloaded: too many utterances are waiting for their text.
         """
         async with self._lock:
-            self._engine_feed.set_deadline(self._services.max_append_wait_s)
-            await self._wait_for_fewer_items()
-            await self._take_audio(self._decoder.flush())
+            deadline_s = self._deadline_s()
+            await self._wait_for_fewer_items(deadline_s)
+            await self._take_audio(self._decoder.flush(), deadline_s)
             if self._gate is not None:
-                await self._feed(self._gate.release())
+                await self._feed(self._gate.release(), deadline_s)
             self._commit_item()
             self._gate = self._new_gate(self.config.turn_detection)
 
@@ -183,14 +183,14 @@ class TranscriptionSession:
     async def configure(self, config: SessionConfig) -> None:
         """Change the configuration. The delay and log probabilities hold from the next item on."""
         async with self._lock:
-            self._engine_feed.set_deadline(self._services.max_append_wait_s)
+            deadline_s = self._deadline_s()
             if _options(config) != _options(self.config):
                 self._engine_session.configure(_options(config))
             if config.audio_format != self.config.audio_format:
-                await self._take_audio(self._decoder.flush())
+                await self._take_audio(self._decoder.flush(), deadline_s)
                 self._decoder = AudioDecoder(config.audio_format)
             if config.turn_detection != self.config.turn_detection:
-                await self._replace_gate(config)
+                await self._replace_gate(config, deadline_s)
             self.config = config
 
     def close(self) -> None:
@@ -201,10 +201,14 @@ class TranscriptionSession:
             self._stall_timer.cancel()
         self._engine_session.close()
 
-    async def _replace_gate(self, config: SessionConfig) -> None:
+    def _deadline_s(self) -> float:
+        """Return the event loop's time until which a command that begins now may wait for room."""
+        return self._loop.time() + self._services.max_append_wait_s
+
+    async def _replace_gate(self, config: SessionConfig, deadline_s: float) -> None:
         old, self._gate = self._gate, None
         if old is not None:
-            await self._feed(old.release())
+            await self._feed(old.release(), deadline_s)
         self._gate = self._new_gate(config.turn_detection)
 
     def _new_gate(self, turn_detection: TurnDetection | None) -> TurnGate | None:
@@ -218,17 +222,17 @@ class TranscriptionSession:
             self._services.voice_executor,
         )
 
-    async def _take_audio(self, samples: Samples) -> None:
+    async def _take_audio(self, samples: Samples, deadline_s: float) -> None:
         if len(samples) == 0:
             return
         if self._gate is None:
-            await self._feed(AudioPiece(self._position, samples))
+            await self._feed(AudioPiece(self._position, samples), deadline_s)
             self._position += len(samples)
             return
         self._position += len(samples)
         try:
             for step in await self._gate.push(samples, self._padding_ms()):
-                await self._take_step(step)
+                await self._take_step(step, deadline_s)
         except VoxliteError:
             # Audio was lost, and turn events with it: listen anew from here on.
             self._gate = self._new_gate(self.config.turn_detection)
@@ -238,13 +242,13 @@ class TranscriptionSession:
         item = self._items.open
         return 0 if item is None else item.num_padding_tokens * self._token_ms
 
-    async def _take_step(self, step: Step) -> None:
+    async def _take_step(self, step: Step, deadline_s: float) -> None:
         match step:
             case Started(position):
                 item = self._begin_item(position)
                 self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(position)))
             case AudioPiece():
-                await self._feed(step)
+                await self._feed(step, deadline_s)
             case Stopped(position):
                 self._end_turn(position)
             case TimedOut(start, end):
@@ -273,9 +277,9 @@ class TranscriptionSession:
             gate = self._gate
             if gate is None or not gate.is_speaking or self._position != position:
                 return
-            self._engine_feed.set_deadline(self._services.max_append_wait_s)
+            deadline_s = self._deadline_s()
             try:
-                await self._feed(gate.release())
+                await self._feed(gate.release(), deadline_s)
                 self._end_turn(position)
                 self._gate = self._new_gate(self.config.turn_detection)
             except VoxliteError as err:
@@ -291,20 +295,20 @@ class TranscriptionSession:
         self._engine_session.commit()
         self._emit_all(self._items.commit())
 
-    async def _wait_for_fewer_items(self) -> None:
+    async def _wait_for_fewer_items(self, deadline_s: float) -> None:
         while (num_items := self._items.num_committed) >= _MAX_WAITING_ITEMS:
-            if not await self._engine_feed.wait_for_progress():
+            if not await self._engine_feed.wait_for_progress(deadline_s):
                 raise Overloaded(
                     f"{num_items} utterances are waiting for their text, the most at once"
                 )
 
-    async def _feed(self, audio: AudioPiece) -> None:
+    async def _feed(self, audio: AudioPiece, deadline_s: float) -> None:
         """Give the engine samples of the open item, which begins here if there is none."""
         if len(audio.samples) == 0:
             return
         item = self._items.open or self._begin_item(audio.position)
         item.has_audio = True
-        await self._engine_feed.append(audio.samples)
+        await self._engine_feed.append(audio.samples, deadline_s)
 
     def _take_event(self, event: Event) -> None:
         """Take what the engine says, on the event loop."""
