@@ -19,7 +19,7 @@ import jiwer
 from rich.progress import track
 
 from voxlite.engine import Engine, InvalidInput, SessionOptions, VoxliteError
-from voxlite.server.commands.transcribe import FileJob, Transcript, feeding
+from voxlite.server.commands.transcribe import FileJob, FileTranscript, feeding
 
 _NOT_A_WORD: Final = re.compile(r"[^\w']+")
 
@@ -132,7 +132,7 @@ def transcripts(
     jobs = [FileJob(engine, str(clip.audio), options) for clip in clips]
     with feeding(jobs, engine.max_sessions):
         for job in track(jobs, description="Transcribing", transient=True):
-            transcript = Transcript(file=job.file, delay_ms=0)
+            transcript = FileTranscript(engine, job.file, options)
             try:
                 for event in job.events():
                     transcript.add(event)

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, Literal
@@ -35,10 +34,10 @@ from voxlite.engine import (
     Usage,
     UtteranceDone,
     VoxliteError,
-    Word,
 )
 from voxlite.engine.audio.audio_file import AudioFile, read_pcm16
 from voxlite.server.formats import segments_of, to_srt, to_vtt
+from voxlite.server.transcript import Transcript
 
 OutputFormat = Literal["text", "json", "srt", "vtt"]
 STDIN: Final = "-"
@@ -48,59 +47,63 @@ _MAX_JOIN_S: Final = 1.0
 _SUFFIXES: Final = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Transcript:
-    """All that the engine said of one file."""
+class FileTranscript:
+    """All that the engine said of one file, and what it is written as."""
 
-    file: str
-    delay_ms: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    words: list[Word] = field(default_factory=list)
-    usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
-    audio_s: float = 0.0
+    def __init__(self, engine: Engine, file: str, options: SessionOptions) -> None:
+        self.file = file
+        self._delay_ms = options.delay_ms or engine.default_delay_ms
+        self._transcript = Transcript(engine.tokenizer.token_bytes)
+        self.token_ids: list[int] = []
+        self._usage = Usage(prompt_tokens=0, completion_tokens=0)
+        self.audio_s = 0.0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event) -> str:
+        """Take an event. Return its text, without white space before the first word."""
         match event:
             case TextDelta():
-                self.text += event.text
                 self.token_ids.extend(event.token_ids)
-                self.words.extend(event.words)
+                return self._transcript.add(event)
             case UtteranceDone():
-                self.usage = event.usage
+                self._usage = event.usage
                 self.audio_s = event.end_s - event.start_s
+        return ""
+
+    @property
+    def text(self) -> str:
+        return self._transcript.text.strip()
 
     def render(self, output_format: OutputFormat) -> str:
         """Write it in a format, ending with a newline."""
         match output_format:
             case "text":
-                return self.text.strip() + "\n"
+                return self.text + "\n"
             case "srt":
-                return to_srt(segments_of(self.words))
+                return to_srt(segments_of(self._transcript.words))
             case "vtt":
-                return to_vtt(segments_of(self.words))
+                return to_vtt(segments_of(self._transcript.words))
             case "json":
                 return json.dumps(self._as_json(), ensure_ascii=False) + "\n"
 
     def _as_json(self) -> dict[str, object]:
         return {
             "file": self.file,
-            "text": self.text.strip(),
+            "text": self.text,
             "token_ids": self.token_ids,
             "audio_s": round(self.audio_s, 4),
-            "delay_ms": self.delay_ms,
+            "delay_ms": self._delay_ms,
             "words": [
                 {
                     "word": word.text.strip(),
                     "start_s": round(word.start_s, 3),
                     "end_s": round(word.end_s, 3),
                 }
-                for word in self.words
+                for word in self._transcript.words
             ],
             "usage": {
-                "prompt_tokens": self.usage.prompt_tokens,
-                "completion_tokens": self.usage.completion_tokens,
-                "total_tokens": self.usage.total_tokens,
+                "prompt_tokens": self._usage.prompt_tokens,
+                "completion_tokens": self._usage.completion_tokens,
+                "total_tokens": self._usage.total_tokens,
             },
         }
 
@@ -199,13 +202,10 @@ def transcribe_files(
     jobs = [FileJob(engine, file, options) for file in files]
     with _Writer(output, output_format, files) as out, feeding(jobs, engine.max_sessions):
         for job in jobs:
-            transcript = Transcript(
-                file=job.file, delay_ms=options.delay_ms or engine.default_delay_ms
-            )
+            transcript = FileTranscript(engine, job.file, options)
             try:
                 for event in _with_progress(job, is_hidden=out.is_live):
-                    transcript.add(event)
-                    out.show(event)
+                    out.show(transcript.add(event))
                 out.write(transcript)
             except VoxliteError as err:
                 num_failed += 1
@@ -283,11 +283,10 @@ class _Writer:
         if self._file is not None and self._rendered:
             _write(self._file, "".join(self._rendered))
 
-    def show(self, event: Event) -> None:
-        """Print text as it comes, without the space that a transcript starts with."""
-        if self.is_live and isinstance(event, TextDelta) and event.text:
-            text = event.text if self._has_shown else event.text.lstrip()
-            self._has_shown = self._has_shown or bool(text)
+    def show(self, text: str) -> None:
+        """Print text as it comes."""
+        if self.is_live and text:
+            self._has_shown = True
             print(text, end="", flush=True)
 
     def fail(self) -> None:
@@ -296,7 +295,7 @@ class _Writer:
             print(flush=True)
         self._has_shown = False
 
-    def write(self, transcript: Transcript) -> None:
+    def write(self, transcript: FileTranscript) -> None:
         """Take a whole transcript.
 
         Raises:

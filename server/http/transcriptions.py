@@ -23,12 +23,12 @@ from voxlite.engine.events import TextDelta, UtteranceDone
 from voxlite.server.formats import segments_of, to_srt, to_verbose_json, to_vtt
 from voxlite.server.http.errors import voxlite_error_body
 from voxlite.server.http.file_transcription import FileTranscription
-from voxlite.server.http.transcript import Transcript
 from voxlite.server.protocol.messages import Fault, ProtocolError
 from voxlite.server.protocol.openai_common import usage_json
 from voxlite.server.protocol.wire import check_model, logprobs_json, with_delay
 from voxlite.server.services import Services, services_of
 from voxlite.server.session.session_config import PCM_16_KHZ, ServerOffer
+from voxlite.server.transcript import Transcript
 from voxlite.server.wording import problem_of
 
 router = APIRouter()
@@ -152,7 +152,7 @@ class _Run:
                 event = await anext(events)
             yield _sse(
                 "transcript.text.done",
-                text=self._transcript.text,
+                text=self._transcript.text.lstrip(),
                 usage=usage_json(event.usage),
                 **self._logprobs(0),
             )
@@ -168,7 +168,7 @@ class _Run:
 
     def _answer(self, done: UtteranceDone) -> Response:
         duration_s = done.end_s - done.start_s
-        text, words = self._transcript.text, self._transcript.words
+        text, words = self._transcript.text.lstrip(), self._transcript.words
         match self._options.response_format:
             case "text":
                 return PlainTextResponse(text + "\n")

@@ -7,10 +7,10 @@ from the engine's clock, which runs only while it is given audio, to the client'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from voxlite.engine.config import STREAMING_PAD_ID
-from voxlite.engine.events import TextDelta, UtteranceDone, Word
+from voxlite.engine.events import TextDelta, UtteranceDone
 from voxlite.server.protocol.messages import (
     Committed,
     Completed,
@@ -24,6 +24,7 @@ from voxlite.server.protocol.messages import (
     TokenLogprob,
 )
 from voxlite.server.session.session_config import SessionConfig
+from voxlite.server.transcript import Transcript
 
 
 @dataclass(slots=True)
@@ -33,15 +34,18 @@ class Item:
     item_id: str
     clock_shift_s: float
     config: SessionConfig
+    transcript: Transcript
     is_announced: bool = False
     is_cleared: bool = False
     has_audio: bool = False
-    has_text: bool = False
     num_padding_tokens: int = 0
-    text: list[str] = field(default_factory=list)
-    words: list[Word] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     num_sent_logprobs: int = 0
+
+    def take_unsent_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Return the log probabilities since the last delta."""
+        unsent = tuple(self.transcript.logprobs[self.num_sent_logprobs :])
+        self.num_sent_logprobs += len(unsent)
+        return unsent
 
 
 class Items:
@@ -76,7 +80,10 @@ class Items:
             clock_shift_s: what to add to the engine's times.
         """
         assert self.open is None
-        self.open = Item(self._new_id("item"), clock_shift_s, config)
+        transcript = Transcript(
+            self._token_bytes, keeps_words=config.has_words or config.has_segments
+        )
+        self.open = Item(self._new_id("item"), clock_shift_s, config, transcript)
         self._items[self._num_utterances] = self.open
         return self.open
 
@@ -105,44 +112,27 @@ class Items:
         if item.is_cleared:
             return
         _count_padding(item, event.token_ids)
-        self._add_logprobs(item, event)
-        words = [
+        words = tuple(
             replace(
                 word,
                 start_s=word.start_s + item.clock_shift_s,
                 end_s=word.end_s + item.clock_shift_s,
             )
             for word in event.words
-        ]
-        if item.config.has_words or item.config.has_segments:
-            item.words.extend(words)
+        )
+        is_first = not item.transcript.has_text
+        item.transcript.add(replace(event, words=words))
         if event.text or (words and item.config.has_words):
             if not item.is_announced:
                 item.is_announced = True
                 yield ItemAdded(item_id=item.item_id, previous_item_id=self._previous_id)
-            yield self._delta(item, event.text, words)
-
-    def _delta(self, item: Item, text: str, words: list[Word]) -> Delta:
-        logprobs = tuple(item.logprobs[item.num_sent_logprobs :])
-        item.num_sent_logprobs = len(item.logprobs)
-        delta = Delta(
-            item_id=item.item_id,
-            text=text,
-            is_first=not item.has_text,
-            logprobs=logprobs if item.config.has_logprobs else None,
-            words=tuple(words) if item.config.has_words else (),
-        )
-        item.text.append(text)
-        item.has_text = item.has_text or bool(text.strip())
-        return delta
-
-    def _add_logprobs(self, item: Item, event: TextDelta) -> None:
-        for token_id, logprob in zip(event.token_ids, event.logprobs or (), strict=False):
-            token = self._token_bytes(token_id)
-            if token:
-                # A token may end within a character.
-                text = token.decode(errors="backslashreplace")
-                item.logprobs.append(TokenLogprob(text, logprob, tuple(token)))
+            yield Delta(
+                item_id=item.item_id,
+                text=event.text,
+                is_first=is_first,
+                logprobs=item.take_unsent_logprobs() if item.config.has_logprobs else None,
+                words=words if item.config.has_words else (),
+            )
 
     def take_done(self, event: UtteranceDone) -> Iterator[SessionEvent]:
         """Take the end of an utterance."""
@@ -150,11 +140,11 @@ class Items:
         if not item.is_cleared:
             yield Completed(
                 item_id=item.item_id,
-                text="".join(item.text),
+                text=item.transcript.text,
                 usage=event.usage,
                 duration_s=event.end_s - event.start_s,
-                logprobs=tuple(item.logprobs) if item.config.has_logprobs else None,
-                words=tuple(item.words),
+                logprobs=tuple(item.transcript.logprobs) if item.config.has_logprobs else None,
+                words=tuple(item.transcript.words),
                 config=item.config,
             )
 

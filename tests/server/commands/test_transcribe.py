@@ -17,7 +17,12 @@ from tests.checkpoints import DecoderShape, EncoderShape, write_checkpoint
 from tests.speechlike import speechlike
 from voxlite.engine import Engine, EngineConfig, SessionOptions
 from voxlite.server import cli
-from voxlite.server.commands.transcribe import FileJob, OutputFormat, Transcript, transcribe_files
+from voxlite.server.commands.transcribe import (
+    FileJob,
+    FileTranscript,
+    OutputFormat,
+    transcribe_files,
+)
 
 OPEN_SPEECH = Path(__file__).parents[3].parent / "shared" / "data" / "open_speech"
 FORMATS: tuple[OutputFormat, ...] = ("text", "json", "srt", "vtt")
@@ -341,7 +346,7 @@ def test_a_cancelled_job_ends_its_session(engine: Engine, clips: list[Path]) -> 
 
 
 @pytest.fixture(scope="module")
-def open_speech(engine: Engine) -> list[Transcript]:
+def open_speech(engine: Engine) -> list[FileTranscript]:
     """All real recordings, five minutes in all, transcribed side by side."""
     files = sorted(OPEN_SPEECH.glob("*.wav")) + sorted(OPEN_SPEECH.glob("*.ogg"))
     if not files:
@@ -352,14 +357,14 @@ def open_speech(engine: Engine) -> list[Transcript]:
         for job in jobs:
             workers.submit(job.feed)
         for job in jobs:
-            transcript = Transcript(file=job.file, delay_ms=engine.default_delay_ms)
+            transcript = FileTranscript(engine, job.file, SessionOptions())
             for event in job.events():
                 transcript.add(event)
             transcripts.append(transcript)
     return transcripts
 
 
-def test_every_recording_is_heard_to_its_end(open_speech: list[Transcript]) -> None:
+def test_every_recording_is_heard_to_its_end(open_speech: list[FileTranscript]) -> None:
     for transcript in open_speech:
         assert transcript.audio_s == pytest.approx(soundfile.info(transcript.file).duration, 1e-4)
         num_audio_tokens = -(-round(transcript.audio_s * 16_000) // 1_280)
@@ -380,7 +385,7 @@ TEXT_OF: dict[OutputFormat, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("output_format", FORMATS)
 def test_every_format_holds_all_that_was_heard_in_a_recording(
-    open_speech: list[Transcript], output_format: OutputFormat
+    open_speech: list[FileTranscript], output_format: OutputFormat
 ) -> None:
     for transcript in open_speech:
         written = TEXT_OF[output_format](transcript.render(output_format))
