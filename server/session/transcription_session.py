@@ -22,25 +22,18 @@ from voxlite.engine.errors import EngineFailure, Overloaded, VoxliteError
 from voxlite.engine.events import Event, SessionEnded, TextDelta, UtteranceDone
 from voxlite.server.async_engine import AsyncEngine
 from voxlite.server.errors import fault_of
-from voxlite.server.protocol.messages import (
-    Cleared,
-    IdleTimeout,
-    SessionEvent,
-    SpeechStarted,
-    SpeechStopped,
-)
+from voxlite.server.protocol.messages import Cleared, SessionEvent
 from voxlite.server.session.audio_decoder import SAMPLE_RATE_HZ, AudioDecoder
-from voxlite.server.session.engine_feed import EngineFeed
 from voxlite.server.session.held_audio import AudioPiece
-from voxlite.server.session.items import Item, Items
-from voxlite.server.session.session_config import SessionConfig, TurnDetection
-from voxlite.server.session.turn_detection import Started, Stopped, TimedOut, TurnDetector
-from voxlite.server.session.turn_gate import Step, TurnGate
+from voxlite.server.session.items import Items
+from voxlite.server.session.session_config import SessionConfig
+from voxlite.server.session.stall_timer import StallTimer
+from voxlite.server.session.turns import Turns
+from voxlite.server.session.utterances import Utterances
 from voxlite.server.session.voice_activity import VoiceModel
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING_ITEMS: Final = 256
 # A client that falls silent by sending nothing has ended its turn this much later than one that
 # goes on sending silence.
 _STALL_S: Final = 1.0
@@ -77,7 +70,6 @@ class TranscriptionSession:
         Raises:
             InvalidInput, Overloaded, EngineFailure: as `AsyncEngine.open`.
         """
-        self.config = config
         self._services = services
         self._emit = emit
         self._on_end = on_end
@@ -85,18 +77,27 @@ class TranscriptionSession:
         self._engine_session = services.engine.open(_options(config), self._take_event)
         engine = services.engine.ready
         self._items = Items(new_id, engine.tokenizer.token_bytes)
-        self._token_ms = engine.model_config.audio.token_ms
+        self._utterances = Utterances(self._engine_session, self._items, config, emit)
+        self._turns = Turns(
+            self._utterances,
+            emit,
+            services.voice_model,
+            services.voice_executor,
+            engine.model_config.audio.token_ms,
+        )
         self._decoder = AudioDecoder(config.audio_format)
         self._position = 0  # samples at 16 kHz that the client has appended
-        self._gate = self._new_gate(config.turn_detection)
-        self._engine_feed = EngineFeed(self._engine_session)
+        self._turns.listen(config.turn_detection, self._position)
+        self._stall_timer = StallTimer(lambda: self._end_stalled_turn(self._position))
         # One command at a time; the engine's events come in between.
         self._lock = asyncio.Lock()
         self._has_news = asyncio.Event()
         self._has_ended = False
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._stall_task: asyncio.Task[None] | None = None
         self.last_activity_s = self._loop.time()
+
+    @property
+    def config(self) -> SessionConfig:
+        return self._utterances.config
 
     @property
     def engine_session_id(self) -> int:
@@ -147,12 +148,11 @@ class TranscriptionSession:
         """
         async with self._lock:
             deadline_s = self._deadline_s()
-            await self._wait_for_fewer_items(deadline_s)
+            await self._utterances.wait_for_fewer(deadline_s)
             await self._take_audio(self._decoder.flush(), deadline_s)
-            if self._gate is not None:
-                await self._feed(self._gate.release(), deadline_s)
-            self._commit_item()
-            self._gate = self._new_gate(self.config.turn_detection)
+            await self._turns.release(deadline_s)
+            self._utterances.commit(self._position)
+            self._listen_for_turns()
 
     async def finish(self) -> None:
         """End the last utterance, if there is one, and wait for all text."""
@@ -174,10 +174,8 @@ class TranscriptionSession:
         """Forget the audio that isn't committed."""
         async with self._lock:
             self._decoder.flush()
-            if self._items.open is not None:
-                self._engine_session.discard()
-                self._items.clear()
-            self._gate = self._new_gate(self.config.turn_detection)
+            self._utterances.discard()
+            self._listen_for_turns()
             self._emit(Cleared())
 
     async def configure(self, config: SessionConfig) -> None:
@@ -190,125 +188,55 @@ class TranscriptionSession:
                 await self._take_audio(self._decoder.flush(), deadline_s)
                 self._decoder = AudioDecoder(config.audio_format)
             if config.turn_detection != self.config.turn_detection:
-                await self._replace_gate(config, deadline_s)
-            self.config = config
+                await self._turns.release(deadline_s)
+                self._turns.listen(config.turn_detection, self._position)
+            self._utterances.config = config
 
     def close(self) -> None:
         """End now; no event comes after this."""
         self._has_ended = True
         self._has_news.set()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        self._stall_timer.cancel()
         self._engine_session.close()
 
     def _deadline_s(self) -> float:
         """Return the event loop's time until which a command that begins now may wait for room."""
         return self._loop.time() + self._services.max_append_wait_s
 
-    async def _replace_gate(self, config: SessionConfig, deadline_s: float) -> None:
-        old, self._gate = self._gate, None
-        if old is not None:
-            await self._feed(old.release(), deadline_s)
-        self._gate = self._new_gate(config.turn_detection)
-
-    def _new_gate(self, turn_detection: TurnDetection | None) -> TurnGate | None:
-        """Listen for turns from here on; what is open is a turn that the next silence ends."""
-        if turn_detection is None:
-            return None
-        is_speaking = self._items.open is not None
-        return TurnGate(
-            TurnDetector(turn_detection, self._position, is_speaking),
-            self._services.voice_model.new_stream(),
-            self._services.voice_executor,
-        )
-
     async def _take_audio(self, samples: Samples, deadline_s: float) -> None:
         if len(samples) == 0:
             return
-        if self._gate is None:
-            await self._feed(AudioPiece(self._position, samples), deadline_s)
+        if not self._turns.are_detected:
+            await self._utterances.feed(AudioPiece(self._position, samples), deadline_s)
             self._position += len(samples)
             return
         self._position += len(samples)
         try:
-            for step in await self._gate.push(samples, self._padding_ms()):
-                await self._take_step(step, deadline_s)
+            await self._turns.push(samples, deadline_s)
         except VoxliteError:
             # Audio was lost, and turn events with it: listen anew from here on.
-            self._gate = self._new_gate(self.config.turn_detection)
+            self._listen_for_turns()
             raise
 
-    def _padding_ms(self) -> int:
-        item = self._items.open
-        return 0 if item is None else item.num_padding_tokens * self._token_ms
-
-    async def _take_step(self, step: Step, deadline_s: float) -> None:
-        match step:
-            case Started(position):
-                item = self._begin_item(position)
-                self._emit(SpeechStarted(item_id=item.item_id, start_ms=_ms(position)))
-            case AudioPiece():
-                await self._feed(step, deadline_s)
-            case Stopped(position):
-                self._end_turn(position)
-            case TimedOut(start, end):
-                item = self._begin_item(end)
-                self._emit(IdleTimeout(item_id=item.item_id, start_ms=_ms(start), end_ms=_ms(end)))
-                self._commit_item()
-
-    def _end_turn(self, position: int) -> None:
-        item = self._items.open or self._begin_item(position)
-        self._emit(SpeechStopped(item_id=item.item_id, end_ms=_ms(position)))
-        self._commit_item()
+    def _listen_for_turns(self) -> None:
+        self._turns.listen(self.config.turn_detection, self._position)
 
     def _watch_for_stall(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-        if self._gate is not None and self._gate.is_speaking and not self._has_ended:
-            wait_s = self._gate.max_silence_s + _STALL_S
-            self._stall_timer = self._loop.call_later(wait_s, self._start_ending_stalled_turn)
-
-    def _start_ending_stalled_turn(self) -> None:
-        self._stall_task = self._loop.create_task(self._end_stalled_turn(self._position))
+        self._stall_timer.cancel()
+        if self._turns.is_speaking and not self._has_ended:
+            self._stall_timer.restart(self._turns.max_silence_s + _STALL_S)
 
     async def _end_stalled_turn(self, position: int) -> None:
+        """End the open turn, unless audio has come since the timer ran out at `position`."""
         async with self._lock:
-            gate = self._gate
-            if gate is None or not gate.is_speaking or self._position != position:
+            if not self._turns.is_speaking or self._position != position:
                 return
-            deadline_s = self._deadline_s()
             try:
-                await self._feed(gate.release(), deadline_s)
-                self._end_turn(position)
-                self._gate = self._new_gate(self.config.turn_detection)
+                await self._turns.release(self._deadline_s())
+                self._turns.end(position)
+                self._listen_for_turns()
             except VoxliteError as err:
                 logger.warning("session %d: turn not ended: %s", self.engine_session_id, err)
-
-    def _begin_item(self, position: int) -> Item:
-        clock_shift_s = (position - self._engine_feed.num_samples) / SAMPLE_RATE_HZ
-        return self._items.begin(clock_shift_s, self.config)
-
-    def _commit_item(self) -> None:
-        if self._items.open is None:
-            self._begin_item(self._position)
-        self._engine_session.commit()
-        self._emit_all(self._items.commit())
-
-    async def _wait_for_fewer_items(self, deadline_s: float) -> None:
-        while (num_items := self._items.num_committed) >= _MAX_WAITING_ITEMS:
-            if not await self._engine_feed.wait_for_progress(deadline_s):
-                raise Overloaded(
-                    f"{num_items} utterances are waiting for their text, the most at once"
-                )
-
-    async def _feed(self, audio: AudioPiece, deadline_s: float) -> None:
-        """Give the engine samples of the open item, which begins here if there is none."""
-        if len(audio.samples) == 0:
-            return
-        item = self._items.open or self._begin_item(audio.position)
-        item.has_audio = True
-        await self._engine_feed.append(audio.samples, deadline_s)
 
     def _take_event(self, event: Event) -> None:
         """Take what the engine says, on the event loop."""
@@ -322,7 +250,7 @@ class TranscriptionSession:
             self.close()
             self._on_end(EngineFailure("internal error; the log has more"))
         self._has_news.set()
-        self._engine_feed.note_progress()
+        self._utterances.engine_feed.note_progress()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -349,7 +277,3 @@ def new_id(prefix: str) -> str:
 
 def _options(config: SessionConfig) -> SessionOptions:
     return SessionOptions(delay_ms=config.delay_ms, logprobs=config.has_logprobs)
-
-
-def _ms(position: int) -> int:
-    return position * 1000 // SAMPLE_RATE_HZ
