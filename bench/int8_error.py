@@ -27,7 +27,7 @@ from voxlite.engine.model.layers import Block, Stack
 from voxlite.engine.model.linear import Each, Int8Linear, Linear, Projection, Projections, quantize
 from voxlite.server.bundled import bundled_model
 
-# What a layer is multiplied into, by the names of its place in a block.
+# What a layer is multiplied into, by the names of its place in a layer of the stack.
 _NAMES = dict(wqkv="query, key, value", wo="attention output", w13="gate, up", w2="down")
 
 

@@ -26,7 +26,7 @@ CHUNK_BYTES: Final = 4096
 _MICROPHONE_BLOCK_SAMPLES: Final = SAMPLE_RATE_HZ * 80 // 1000
 # Audio that may wait for a connection that doesn't keep up.
 _MAX_WAITING_S: Final = 60
-_READ_BLOCK_SAMPLES: Final = 65_536
+_READ_PIECE_SAMPLES: Final = 65_536
 
 
 class AudioSourceError(Exception):
@@ -43,16 +43,16 @@ def read_file(path: Path | str) -> bytes:
         raise AudioSourceError(f"{path}: no such file")
     try:
         with soundfile.SoundFile(path) as file:
-            return b"".join(_pcm16_blocks(file))
+            return b"".join(_pcm16_pieces(file))
     except (soundfile.SoundFileError, OSError) as err:
         raise AudioSourceError(f"{path}: {err}") from err
 
 
-def _pcm16_blocks(file: soundfile.SoundFile) -> Iterator[bytes]:
+def _pcm16_pieces(file: soundfile.SoundFile) -> Iterator[bytes]:
     resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE_HZ, 1, dtype="float32")
-    blocks = file.blocks(_READ_BLOCK_SAMPLES, dtype="float32", always_2d=True)
-    for block in blocks:
-        mono = block.mean(axis=1, dtype=np.float32)
+    pieces = file.blocks(_READ_PIECE_SAMPLES, dtype="float32", always_2d=True)
+    for piece in pieces:
+        mono = piece.mean(axis=1, dtype=np.float32)
         yield _pcm16(resampler.resample_chunk(mono))
     yield _pcm16(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
 
@@ -157,7 +157,7 @@ class Microphone:
             yield
 
     def _on_audio(self, data: Any, num_samples: int, time: Any, status: Any) -> None:
-        """Take a block, on PortAudio's thread."""
+        """Take a chunk, on PortAudio's thread."""
         self._loop.call_soon_threadsafe(self._put, bytes(data))
 
     def _put(self, chunk: bytes) -> None:

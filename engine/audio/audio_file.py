@@ -1,6 +1,6 @@
-"""Read an audio file as the model wants it: mono float32 at 16 kHz, in blocks.
+"""Read an audio file as the model wants it: mono float32 at 16 kHz, in pieces.
 
-In: a path or an open binary file in any format that libsndfile reads, or raw PCM16. Out: blocks of
+In: a path or an open binary file in any format that libsndfile reads, or raw PCM16. Out: pieces of
 about a second, so that a file of any length needs little memory.
 """
 
@@ -21,7 +21,7 @@ from voxlite.engine.audio.resampler import Resampler
 from voxlite.engine.errors import InvalidInput
 
 _PCM16_SCALE: Final = 32_768
-_BLOCK_SAMPLES: Final = 16_000
+_PIECE_SAMPLES: Final = 16_000
 _RIFF_HEADER_BYTES: Final = 12
 _CHUNK_HEADER_BYTES: Final = 8
 _UNKNOWN_SIZE: Final = b"\xff" * 4
@@ -53,18 +53,18 @@ class AudioFile:
         is_plausible = 0 < frames < 2**40
         self.num_samples = round(frames * 16_000 / rate) if is_plausible else None
 
-    def blocks(self) -> Iterator[NDArray[np.float32]]:
-        """Yield mono blocks (n,) at 16 kHz until the end. Values that aren't finite become 0.
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        """Yield mono pieces (n,) at 16 kHz until the end. Values that aren't finite become 0.
 
         Raises:
-            InvalidInput: the data can't be decoded; blocks before it have been yielded. Or there
+            InvalidInput: the data can't be decoded; pieces before it have been yielded. Or there
                 was none at all.
         """
         is_empty = True
         with self._file:
-            while len(block := self._read()):
+            while len(piece := self._read()):
                 is_empty = False
-                finite = np.nan_to_num(block, posinf=0.0, neginf=0.0)
+                finite = np.nan_to_num(piece, posinf=0.0, neginf=0.0)
                 yield self._resampler.push(finite.mean(axis=1, dtype=np.float32))
         if is_empty:
             raise InvalidInput("no audio in this file")
@@ -72,12 +72,12 @@ class AudioFile:
 
     def _read(self) -> NDArray[np.float32]:
         try:
-            block: NDArray[np.float32] = self._file.read(
-                _BLOCK_SAMPLES, dtype="float32", always_2d=True
+            piece: NDArray[np.float32] = self._file.read(
+                _PIECE_SAMPLES, dtype="float32", always_2d=True
             )
         except (soundfile.SoundFileError, RuntimeError) as err:
             raise InvalidInput(f"damaged audio: {err}") from err
-        return block
+        return piece
 
 
 class _ForwardOnly(soundfile.SoundFile):  # type: ignore[misc]
@@ -137,16 +137,16 @@ def _fill_in_size(wav: BinaryIO) -> None:
 
 
 def read_audio(source: str | Path | BinaryIO) -> Iterator[NDArray[np.float32]]:
-    """Yield a file's audio as mono float32 blocks (n,) at 16 kHz.
+    """Yield a file's audio as mono float32 pieces (n,) at 16 kHz.
 
     Raises:
         InvalidInput: it isn't audio (raised at once) or is damaged (raised on the way).
     """
-    return AudioFile(source).blocks()
+    return AudioFile(source).pieces()
 
 
 def read_pcm16(stream: BinaryIO) -> Iterator[NDArray[np.float32]]:
-    """Yield raw PCM16 mono at 16 kHz as float32 blocks (n,); an odd last byte is dropped.
+    """Yield raw PCM16 mono at 16 kHz as float32 pieces (n,); an odd last byte is dropped.
 
     Raises:
         InvalidInput: it is a WAV file.

@@ -1,7 +1,7 @@
-"""Freed memory stays with the process: a step takes and frees the same megabytes again and again.
+"""Keep freed memory in the process (mallopt): a step takes and frees the same megabytes each time.
 
-glibc gives them back to the kernel each time, which has to clear their pages anew for the next
-layer: thousands of page faults a step. In: nothing; it acts on the process. Where the C library is
+glibc would return them to the kernel, which then clears their pages anew for the next layer:
+thousands of page faults a step. In: nothing; it acts on the process. Where the C library is
 another one, nothing happens. It is about speed alone.
 """
 

@@ -106,7 +106,7 @@ def transcribe_live(socket: ClientConnection, path: Path) -> None:
             case "conversation.item.input_audio_transcription.delta":
                 typer.echo(event["delta"], nl=False)
             case "conversation.item.input_audio_transcription.completed":
-                typer.echo(f"\n\nThe text of {event['usage']['total_tokens']} tokens is complete.")
+                typer.echo(f"\n\nDone: {event['usage']['total_tokens']} tokens.")
                 return
             case "error":
                 raise EngineFailure(event["error"]["message"])

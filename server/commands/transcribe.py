@@ -161,12 +161,12 @@ class FileJob:
                 case _:
                     yield event
 
-    def _feed(self, blocks: Iterator[NDArray[np.float32]]) -> None:
+    def _feed(self, pieces: Iterator[NDArray[np.float32]]) -> None:
         self._session = self._engine.open(self._options, self._take)
         if self._is_cancelled:
             self._session.close()
-        for block in blocks:
-            self._session.append(block, timeout_s=float("inf"))
+        for piece in pieces:
+            self._session.append(piece, timeout_s=float("inf"))
         self._session.finish()
 
     def _take(self, event: Event) -> None:
@@ -182,7 +182,7 @@ class FileJob:
         audio = AudioFile(self.file)
         rate = self._engine.model_config.audio.sampling_rate_hz
         self.audio_s = None if audio.num_samples is None else audio.num_samples / rate
-        return audio.blocks()
+        return audio.pieces()
 
 
 def transcribe_files(
@@ -216,7 +216,7 @@ def transcribe_files(
 
 @contextmanager
 def feeding(jobs: Sequence[FileJob], max_at_once: int) -> Iterator[None]:
-    """Feed jobs in their order while the block runs; cancel what is left of them at its end.
+    """Feed jobs in their order inside the `with`; cancel what is left of them at its end.
 
     The threads are daemons: one that waits for standard input can't be woken, and is left behind.
     """

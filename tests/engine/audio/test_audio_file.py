@@ -271,8 +271,8 @@ def test_raw_pcm_is_whole_however_the_pipe_delivers_it(read_size: int) -> None:
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(min(size or -1, read_size))
 
-    blocks = list(read_pcm16(Pipe(pcm16(tone()) + b"\x01")))
-    np.testing.assert_array_equal(np.concatenate(blocks), pcm16_to_float(pcm16(tone())))
+    pieces = list(read_pcm16(Pipe(pcm16(tone()) + b"\x01")))
+    np.testing.assert_array_equal(np.concatenate(pieces), pcm16_to_float(pcm16(tone())))
 
 
 def test_pcm16_spans_minus_one_to_just_below_one() -> None:
