@@ -1,4 +1,4 @@
-"""The heart of attention, in LLVM's own language: a chunk of keys and a few queries.
+"""The heart of attention, as LLVM instructions: a chunk of keys and a few queries.
 
 In: addresses. Out: what is written there. Legend: D head size, q up to `MAX_TILE_QUERIES` queries.
 A chunk is `CHUNK` neighbouring frames, 64. One step of attention takes three calls:
@@ -9,11 +9,7 @@ A chunk is `CHUNK` neighbouring frames, 64. One step of attention takes three ca
 - `add_values` adds up the chunk's values by those weights.
 
 bfloat16 comes in words of two numbers, which become floats by a shift and a mask: those at even
-positions, and those at odd ones.
-
-Each query has a state of `STATE_BYTES` that is carried from chunk to chunk: 16 sums of its weights
-(float32), the largest score (float32), by what the sums before a chunk have to be multiplied after
-it (float32), and the frames that it reads (int32): from the first, up to the second, and the third.
+positions, and those at odd ones. Each query has a `STATE` that is carried from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -21,40 +17,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from voxlite.engine.kernels.vectors import (
+from voxlite.engine.kernels.intrinsics import (
+    FLOAT,
     FLOATS,
+    I32,
+    I64,
+    LANES,
+    VECTOR_BYTES,
     WORDS,
+    constant,
     even_and_odd,
     for_count,
     load,
     loop,
     multiply_add,
     offset,
+    record_reader,
+    shuffle,
+    unpack,
 )
-
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_FLOAT = ir.FloatType()
-_LANES: Final = 16
-_REGISTER: Final = 64  # bytes
 
 # Keys of a chunk: four registers of scores.
 CHUNK: Final = 64
-_PARTS: Final = CHUNK // _LANES
+_PARTS: Final = CHUNK // LANES
 # Dimensions that `add_values` takes at once: four registers of sums.
 VALUE_DIMS: Final = 64
 # So many queries' sums, four registers each, fit the 32 registers of AVX-512 beside what they are
 # made of.
 MAX_TILE_QUERIES: Final = 6
-STATE_BYTES: Final = 128
-MAX_AT: Final = 64
-SCALE_AT: Final = 68
-FRAMES_AT: Final = 72
 # The largest score before there is one. Less than any score, and a number: it can be subtracted.
 NO_SCORE: Final = -1e30
+STATE: Final = np.dtype(
+    [
+        ("weight_sums", np.float32, (LANES,)),
+        ("largest", np.float32),  # score
+        ("scale", np.float32),  # multiplies the sums before a chunk, after it
+        ("first", np.int32),  # the frames that the query reads: [first, end) and its own
+        ("end", np.int32),
+        ("own", np.int32),
+        ("padding", np.int32, (11,)),  # to whole cache lines
+    ]
+)
+_LARGEST_AT, _SCALE_AT, _FIRST_AT, _END_AT, _OWN_AT = (
+    int(STATE.fields[name][1])  # type: ignore[index]
+    for name in ("largest", "scale", "first", "end", "own")
+)
+_STATE_BYTES: Final = STATE.itemsize
+state_at = record_reader(STATE)
 
 
 @intrinsic
@@ -76,19 +90,19 @@ def transpose_keys(typing_context: Any, keys: Any, words_at: Any, columns: Any) 
 
 def _generate_transpose(builder: Any, keys: Any, at: Any, columns: Any) -> None:
     rows = []
-    for i in range(_LANES):
-        key = builder.load(builder.inttoptr(offset(builder, keys, 8 * i), _I64.as_pointer()))
+    for i in range(LANES):
+        key = builder.load(builder.inttoptr(offset(builder, keys, 8 * i), I64.as_pointer()))
         address = builder.add(key, at)
         rows.append(load(builder, address, WORDS))
-    # Swap the blocks off the diagonal: of 8 by 8 words, then of 4 by 4 in each block, and so on.
+    # Swap the quarters off the diagonal: of 8 by 8 words, then of 4 by 4 in each, and so on.
     for size in (8, 4, 2, 1):
-        kept = [(lane, _LANES + lane - size)[bool(lane & size)] for lane in range(_LANES)]
-        swapped = [(lane + size, _LANES + lane)[bool(lane & size)] for lane in range(_LANES)]
-        for i in range(_LANES):
+        kept = [(lane, LANES + lane - size)[bool(lane & size)] for lane in range(LANES)]
+        swapped = [(lane + size, LANES + lane)[bool(lane & size)] for lane in range(LANES)]
+        for i in range(LANES):
             if not i & size:
                 pair = rows[i], rows[i + size]
-                rows[i] = _shuffle(builder, *pair, kept)
-                rows[i + size] = _shuffle(builder, *pair, swapped)
+                rows[i] = shuffle(builder, *pair, kept)
+                rows[i + size] = shuffle(builder, *pair, swapped)
     for i, row in enumerate(rows):
         _store(builder, row, offset(builder, columns, 4 * CHUNK * i))
 
@@ -110,11 +124,11 @@ def weigh_keys(
     read weighs 0, whatever it is.
 
     Args:
-        queries: (q, D) float32, multiplied by what turns their products into logarithms to base 2.
+        queries: (q, D) float32, scaled so that their products with keys are logarithms to base 2.
         head_size: D.
         columns: (D / 2, CHUNK) words, the chunk's keys.
         first_frame: the chunk's first frame, as the states count them.
-        states: (q, STATE_BYTES).
+        states: (q,) STATE.
         weights: (q, CHUNK) float32, to be written.
         num_queries: q, at least 1.
     """
@@ -134,37 +148,37 @@ def weigh_keys(
 
 def _generate_weights(builder: Any, count: int, args: Sequence[Any]) -> None:
     queries, head_size, columns, first_frame, states, weights = args
-    query_bytes = builder.mul(head_size, ir.Constant(_I64, 4))
-    query_rows = [
-        builder.add(queries, builder.mul(query_bytes, ir.Constant(_I64, i))) for i in range(count)
-    ]
+    query_bytes = builder.mul(head_size, constant(4))
+    query_rows = [builder.add(queries, builder.mul(query_bytes, constant(i))) for i in range(count)]
 
     def step(at: Any, sums: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Add the products of two dimensions, `at` words into each key."""
-        column = builder.add(columns, builder.mul(at, ir.Constant(_I64, 4 * CHUNK)))
-        query_at = builder.mul(at, ir.Constant(_I64, 8))
+        column = builder.add(columns, builder.mul(at, constant(4 * CHUNK)))
+        query_at = builder.mul(at, constant(8))
         added = [list(row) for row in sums]
         keys = [
-            even_and_odd(builder, load(builder, offset(builder, column, _REGISTER * part), WORDS))
+            even_and_odd(
+                builder, load(builder, offset(builder, column, VECTOR_BYTES * part), WORDS)
+            )
             for part in range(_PARTS)
         ]
         for half in range(2):
             for row, query in zip(added, query_rows, strict=True):
-                number = _splat_at(builder, builder.add(query, query_at), 4 * half, _FLOAT)
+                number = _splat_at(builder, builder.add(query, query_at), 4 * half, FLOAT)
                 for part in range(_PARTS):
                     row[part] = multiply_add(builder, number, keys[part][half], row[part])
         return added
 
     zeros = [[_floats(0)] * _PARTS] * count
-    half_size = builder.lshr(head_size, ir.Constant(_I64, 1))
-    sums = loop(builder, ir.Constant(_I64, 0), half_size, zeros, step)
-    first = _splat(builder, builder.trunc(first_frame, _I32))
+    half_size = builder.lshr(head_size, constant(1))
+    sums = loop(builder, constant(0), half_size, zeros, step)
+    first = _splat(builder, builder.trunc(first_frame, I32))
     frames = [
-        builder.add(first, _words(range(_LANES * part, _LANES * (part + 1))))
+        builder.add(first, _words(range(LANES * part, LANES * (part + 1))))
         for part in range(_PARTS)
     ]
     for i, scores in enumerate(sums):
-        state = offset(builder, states, STATE_BYTES * i)
+        state = offset(builder, states, _STATE_BYTES * i)
         _generate_softmax(builder, scores, frames, state, offset(builder, weights, 4 * CHUNK * i))
 
 
@@ -172,7 +186,7 @@ def _generate_softmax(
     builder: Any, scores: Sequence[Any], frames: Sequence[Any], state: Any, weights: Any
 ) -> None:
     """Write one query's weights."""
-    start, end, own = (_splat_at(builder, state, FRAMES_AT + 4 * i, _I32) for i in range(3))
+    start, end, own = (_splat_at(builder, state, at, I32) for at in (_FIRST_AT, _END_AT, _OWN_AT))
     masks = [
         builder.or_(
             builder.and_(
@@ -186,10 +200,10 @@ def _generate_softmax(
         builder.select(mask, score, _floats(NO_SCORE))
         for mask, score in zip(masks, scores, strict=True)
     ]
-    largest_before = _splat_at(builder, state, MAX_AT, _FLOAT)
+    largest_before = _splat_at(builder, state, _LARGEST_AT, FLOAT)
     largest = _larger(builder, _larger(builder, *scores[:2]), _larger(builder, *scores[2:]))
     for distance in (8, 4, 2, 1):
-        others = _shuffle(builder, largest, largest, [i ^ distance for i in range(_LANES)])
+        others = shuffle(builder, largest, largest, [i ^ distance for i in range(LANES)])
         largest = _larger(builder, others, largest)
     largest = _larger(builder, largest, largest_before)
     scale = _power_of_2(builder, builder.fsub(largest_before, largest))
@@ -197,12 +211,12 @@ def _generate_softmax(
     for part, (mask, score) in enumerate(zip(masks, scores, strict=True)):
         power = _power_of_2(builder, builder.fsub(score, largest))
         weight = builder.select(mask, power, _floats(0))
-        _store(builder, weight, offset(builder, weights, _REGISTER * part))
+        _store(builder, weight, offset(builder, weights, VECTOR_BYTES * part))
         sums = builder.fadd(sums, weight)
     _store(builder, sums, state)
-    for vector, at in ((largest, MAX_AT), (scale, SCALE_AT)):
-        number = builder.extract_element(vector, ir.Constant(_I32, 0))
-        builder.store(number, builder.inttoptr(offset(builder, state, at), _FLOAT.as_pointer()))
+    for vector, at in ((largest, _LARGEST_AT), (scale, _SCALE_AT)):
+        number = builder.extract_element(vector, ir.Constant(I32, 0))
+        builder.store(number, builder.inttoptr(offset(builder, state, at), FLOAT.as_pointer()))
 
 
 @intrinsic
@@ -210,12 +224,9 @@ def add_values(
     typing_context: Any,
     weights: Any,
     values: Any,
-    values_at: Any,
-    first: Any,
-    end: Any,
+    used: Any,
     states: Any,
     out: Any,
-    out_bytes: Any,
     num_queries: Any,
 ) -> Any:
     """Scale sums of values by what the states say, and add a chunk's, in `VALUE_DIMS` dimensions.
@@ -224,13 +235,11 @@ def add_values(
 
     Args:
         weights: (q, CHUNK) float32.
-        values: where the addresses of the chunk's values are, (CHUNK,) int64.
-        values_at: where in each value the dimensions are, in bytes.
-        first: the first key of the chunk that counts.
-        end: the end of those that count.
-        states: (q, STATE_BYTES).
-        out: (q, VALUE_DIMS) float32, the sums.
-        out_bytes: from one query's sums to the next one's.
+        values: where the addresses of the chunk's values are, (CHUNK,) int64, and where in each
+            value the dimensions are, in bytes.
+        used: the first key of the chunk that counts, and the end of those that count.
+        states: (q,) STATE.
+        out: (q, VALUE_DIMS) float32, the sums, and the bytes from one query's to the next.
         num_queries: q, at least 1.
     """
 
@@ -241,17 +250,21 @@ def add_values(
         )
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), generate
+    pair = types.UniTuple(types.int64, 2)
+    return types.void(types.int64, pair, pair, types.int64, pair, types.int64), generate
 
 
 def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
-    weights, values, values_at, first, end, states, out, out_bytes = args
+    weights, _, _, states, _ = args
+    (values, values_at), (first, end), (out, out_bytes) = (
+        unpack(builder, args[i]) for i in (1, 2, 4)
+    )
     places = [
         [
             offset(
                 builder,
-                builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, i))),
-                _REGISTER * part,
+                builder.add(out, builder.mul(out_bytes, constant(i))),
+                VECTOR_BYTES * part,
             )
             for part in range(_PARTS)
         ]
@@ -259,21 +272,21 @@ def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
     ]
     before = []
     for i, row in enumerate(places):
-        scale = _splat_at(builder, states, STATE_BYTES * i + SCALE_AT, _FLOAT)
+        scale = _splat_at(builder, states, _STATE_BYTES * i + _SCALE_AT, FLOAT)
         before.append([builder.fmul(load(builder, place, FLOATS), scale) for place in row])
 
     def step(key: Any, sums: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        address_at = builder.add(values, builder.mul(key, ir.Constant(_I64, 8)))
-        address = builder.load(builder.inttoptr(address_at, _I64.as_pointer()))
+        address_at = builder.add(values, builder.mul(key, constant(8)))
+        address = builder.load(builder.inttoptr(address_at, I64.as_pointer()))
         address = builder.add(address, values_at)
         numbers: list[Any] = []
         for i in range(2):
-            words = load(builder, offset(builder, address, _REGISTER * i), WORDS)
+            words = load(builder, offset(builder, address, VECTOR_BYTES * i), WORDS)
             numbers.extend(even_and_odd(builder, words))
-        weight_at = builder.add(weights, builder.mul(key, ir.Constant(_I64, 4)))
+        weight_at = builder.add(weights, builder.mul(key, constant(4)))
         added = []
         for i, row in enumerate(sums):
-            weight = _splat_at(builder, weight_at, 4 * CHUNK * i, _FLOAT)
+            weight = _splat_at(builder, weight_at, 4 * CHUNK * i, FLOAT)
             added.append(
                 [multiply_add(builder, weight, *pair) for pair in zip(numbers, row, strict=True)]
             )
@@ -283,22 +296,6 @@ def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
     for row, results in zip(places, sums, strict=True):
         for place, result in zip(row, results, strict=True):
             _store(builder, result, place)
-
-
-@intrinsic
-def stack_bytes(typing_context: Any, num_bytes: Any) -> Any:
-    """Return the address of so many bytes, a literal, that last as long as the kernel's call."""
-    if not isinstance(num_bytes, types.IntegerLiteral):
-        return None
-    count = num_bytes.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with builder.goto_entry_block():
-            place = builder.alloca(ir.ArrayType(_I8, count))
-        place.align = _REGISTER
-        return builder.ptrtoint(place, _I64)
-
-    return types.int64(num_bytes), generate
 
 
 def _power_of_2(builder: Any, x: Any) -> Any:
@@ -316,8 +313,8 @@ def _power_of_2(builder: Any, x: Any) -> Any:
     for coefficient in reversed(POWER_COEFFICIENTS[:-1]):
         result = multiply_add(builder, result, fraction, _floats(coefficient))
     # A whole number becomes a power of 2 as a float's exponent.
-    exponent = builder.add(builder.bitcast(rounded, WORDS), _words([127] * _LANES))
-    power = builder.bitcast(builder.shl(exponent, _words([23] * _LANES)), FLOATS)
+    exponent = builder.add(builder.bitcast(rounded, WORDS), _words([127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, _words([23] * LANES)), FLOATS)
     return builder.fmul(result, power)
 
 
@@ -336,10 +333,6 @@ def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-def _shuffle(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
-    return builder.shuffle_vector(x, y, _words(lanes))
-
-
 def _splat_at(builder: Any, address: Any, at: int, kind: ir.Type) -> Any:
     """Load a number into all lanes."""
     pointer = builder.inttoptr(offset(builder, address, at), kind.as_pointer())
@@ -347,9 +340,9 @@ def _splat_at(builder: Any, address: Any, at: int, kind: ir.Type) -> Any:
 
 
 def _splat(builder: Any, number: Any) -> Any:
-    undefined = ir.Constant(ir.VectorType(number.type, _LANES), ir.Undefined)
-    vector = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
-    return _shuffle(builder, vector, undefined, [0] * _LANES)
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    vector = builder.insert_element(undefined, number, ir.Constant(I32, 0))
+    return shuffle(builder, vector, undefined, [0] * LANES)
 
 
 def _store(builder: Any, vector: Any, address: Any) -> None:
@@ -358,7 +351,7 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _floats(number: float) -> Any:
-    return ir.Constant(FLOATS, [number] * _LANES)
+    return ir.Constant(FLOATS, [number] * LANES)
 
 
 def _words(numbers: Sequence[int]) -> Any:

@@ -1,62 +1,18 @@
-"""RMS norm of rows in one call. PyTorch's takes six, whose code the weights push out of the caches.
-
-In: rows and a weight. Out: rows.
-"""
+"""What happens to rows between two products: RMS norm, the delay's scale, SiLU times up."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import Final
 
-import torch
-from numba import carray, float32, njit
-from torch import Tensor
+import numpy as np
+from numba import carray, float32, int32, njit
 
-from voxlite.engine.kernels.parallel import Kernel
-from voxlite.engine.kernels.vectors import floats_at, next_number
+from voxlite.engine.kernels.attention_tiles import POWER_COEFFICIENTS as _POWER_COEFFICIENTS
+from voxlite.engine.kernels.intrinsics import floats_at
 
-
-def float32_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit mean square, and multiply it by the weight.
-
-    Args:
-        x: (N, dim) float32.
-        weight: (dim,) float32.
-        eps: added to the mean square.
-
-    Returns:
-        (N, dim) float32.
-    """
-    x = x.contiguous()
-    num_rows, dim = x.shape
-    out = torch.empty_like(x)
-    _rms_norm(
-        num_rows,
-        dim,
-        x.data_ptr(),
-        weight.data_ptr(),
-        float32_tensor(eps).data_ptr(),
-        out.data_ptr(),
-    )
-    return out
-
-
-@cache
-def float32_tensor(number: float) -> Tensor:
-    """Give a number an address."""
-    return torch.tensor([number], dtype=torch.float32)
-
-
-@Kernel
-def _rms_norm(block: Any) -> None:
-    args = carray(block, 7)
-    num_rows, dim = args[1], args[2]
-    eps = carray(floats_at(args[5]), 1)[0]
-    row = next_number(block)
-    while row < num_rows:
-        at = 4 * row * dim
-        norm_row(args[3] + at, dim, args[4], eps, args[6] + at)
-        row = next_number(block)
+_LOG2_E: Final = 1.4426950408889634
+# Added to this number, one up to 2^22 in magnitude is rounded to a whole one.
+_ROUNDER: Final = 1.5 * 2**23
 
 
 @njit(fastmath={"reassoc", "nsz"})  # so that squares are summed in registers
@@ -70,3 +26,39 @@ def norm_row(row, dim, weight, eps, out):  # type: ignore[no-untyped-def]
     scale = float32(1) / (squares / float32(dim) + eps) ** float32(0.5)
     for i in range(dim):
         normed[i] = x[i] * scale * weights[i]
+
+
+@njit
+def scale_row(row, scale, dim):  # type: ignore[no-untyped-def]
+    """Multiply a row by the delay's scale, in place."""
+    x, scales = carray(floats_at(row), dim), carray(floats_at(scale), dim)
+    for i in range(dim):
+        x[i] *= scales[i]
+
+
+@njit(error_model="numpy", fastmath={"contract"})
+def gate_row(row, dim):  # type: ignore[no-untyped-def]
+    """Write SiLU(gate) times up, which stands behind it, where the gate was."""
+    gates, ups = carray(floats_at(row), dim), carray(floats_at(row + 4 * dim), dim)
+    for i in range(dim):
+        gate = gates[i]
+        # The sigmoid of either sign from e^-|gate|, which is at most 1.
+        power = _power_of_2(max(-abs(gate) * float32(_LOG2_E), float32(-126)))
+        part = float32(1) if gate >= 0 else power
+        gates[i] = gate * (part / (float32(1) + power)) * ups[i]
+
+
+@njit(error_model="numpy", fastmath={"contract"})
+def _power_of_2(x):  # type: ignore[no-untyped-def]
+    """Return 2 to the power of a number from -126 to 0."""
+    # The whole number stands in the lowest bits.
+    rounded = x + float32(_ROUNDER)
+    fraction = x - (rounded - float32(_ROUNDER))
+    result = float32(_POWER_COEFFICIENTS[5])
+    result = result * fraction + float32(_POWER_COEFFICIENTS[4])
+    result = result * fraction + float32(_POWER_COEFFICIENTS[3])
+    result = result * fraction + float32(_POWER_COEFFICIENTS[2])
+    result = result * fraction + float32(_POWER_COEFFICIENTS[1])
+    result = result * fraction + float32(_POWER_COEFFICIENTS[0])
+    exponent = np.int32(np.float32(rounded).view(np.int32) + int32(127))
+    return result * np.int32(exponent << int32(23)).view(np.float32)

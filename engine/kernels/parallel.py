@@ -1,9 +1,7 @@
 """Compile kernels, and run them on the threads that PyTorch already has.
 
-A kernel is a function of one block of integers: addresses, sizes, and first of all a counter. All
-threads run it at once, with the same block, and share the work by drawing numbers from the counter
-until there are none left. In: functions and integers. Out: what the kernels write where the
-addresses point.
+A kernel is a function of one address, at which its arguments are. All threads run it at once, with
+the same arguments, and share the work (see `work`).
 
 OpenMP's threads wait for work by spinning for a while. A second pool would spin beside PyTorch's,
 on the same cores; so the kernels run on PyTorch's own, through the library that it has loaded.
@@ -16,47 +14,36 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numba
-import torch
 from numba import types
 from platformdirs import user_cache_path
 
 logger = logging.getLogger(__name__)
 
-_SIGNATURE: Final = types.void(types.CPointer(types.int64))
+_SIGNATURE: Final = types.void(types.int64)
 _OPENMP: Final = "libgomp.so.1"  # by the name that PyTorch's own copy goes by, on Linux
 
 
 class Kernel:
-    """A function of a block of integers, compiled when it is first called."""
+    """A function of an address, compiled when it is first called."""
 
-    def __init__(self, function: Callable[[Any], None], fastmath: Set[str] = frozenset()) -> None:
-        """Take a function of a pointer to int64: the counter, and what it is called with.
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        """Take a function of an int64.
 
         What it calls in turn has to be there under a name of its module, or else each start
         compiles it anew.
-
-        Args:
-            fastmath: LLVM's flags for how numbers may be computed otherwise than written.
         """
         self._function = function
-        self._options = {"fastmath": set(fastmath)}
 
-    def __call__(self, *args: int, num_counters: int = 0) -> None:
-        """Run the kernel on all threads.
-
-        Args:
-            args: integers that stand in the block behind its counter.
-            num_counters: how many more counters at 0 stand behind them.
-        """
-        block = (ctypes.c_int64 * (1 + len(args) + num_counters))(0, *args)
-        _run()(self._compiled.address, block)
+    def __call__(self, address: int, num_threads: int) -> None:
+        """Run the kernel on so many threads at once."""
+        _run()(self._compiled.address, address, num_threads)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -83,7 +70,7 @@ class Kernel:
             numba.config.CACHE_DIR = before
 
     def _compile(self, *, cache: bool) -> Any:
-        return numba.cfunc(_SIGNATURE, cache=cache, **self._options)(self._function)
+        return numba.cfunc(_SIGNATURE, cache=cache)(self._function)
 
 
 def _check_writable(folder: Path) -> None:
@@ -106,8 +93,8 @@ def _cache_folder() -> Path:
 
 
 @cache
-def _run() -> Callable[[int, Any], None]:
-    """Return what calls the function at an address with a block of integers on all threads."""
+def _run() -> Callable[[int, int, int], None]:
+    """Return what calls the function at an address with an argument, on so many threads."""
     try:
         parallel = ctypes.CDLL(_OPENMP).GOMP_parallel
     except (OSError, AttributeError):
@@ -115,24 +102,20 @@ def _run() -> Callable[[int, Any], None]:
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
 
-    def run(address: int, block: Any) -> None:
-        # 0 threads: as many as PyTorch was told to use.
-        parallel(address, ctypes.byref(block), 0, 0)
+    def run(function: int, argument: int, num_threads: int) -> None:
+        parallel(function, argument, num_threads, 0)
 
     return run
 
 
-def _run_on_python_threads() -> Callable[[int, Any], None]:
+def _run_on_python_threads() -> Callable[[int, int, int], None]:
     """Return what does the same where OpenMP has another name: at some 50 us a call."""
     threads = ThreadPoolExecutor(thread_name_prefix="kernel")
 
-    def run(address: int, block: Any) -> None:
-        kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        others = [
-            threads.submit(kernel, ctypes.addressof(block))
-            for _ in range(torch.get_num_threads() - 1)
-        ]
-        kernel(ctypes.addressof(block))
+    def run(function: int, argument: int, num_threads: int) -> None:
+        kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64)(function)
+        others = [threads.submit(kernel, argument) for _ in range(num_threads - 1)]
+        kernel(argument)
         for other in others:
             other.result()
 

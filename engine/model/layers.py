@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from voxlite.engine.config import TransformerConfig
 from voxlite.engine.kernels.attention import Windows
-from voxlite.engine.kernels.norm import float32_rms_norm
-from voxlite.engine.kernels.rope import rotate_and_store
+from voxlite.engine.kernels.program import float32_rms_norm, rotate_and_store
 from voxlite.engine.kernels.stack import LayerWeights, StackKernel
 from voxlite.engine.model.attention import AttentionBatch, LayerCache, paged_attention
 from voxlite.engine.model.linear import Projection, Projections, matrix

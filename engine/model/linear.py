@@ -19,10 +19,9 @@ from voxlite.engine.kernels.linear import (
     MAX_BFLOAT16_ROWS,
     Int8Tiles,
     Matrix,
-    bfloat16_linear,
     fits_bfloat16_linear,
-    int8_linear,
 )
+from voxlite.engine.kernels.program import bfloat16_linear, int8_linear
 
 _INT8_MAX: Final = 127
 # The largest magnitude that a row counts as having at least: a step of it is above 0.

@@ -12,16 +12,16 @@ import torch
 from numba import carray
 
 from voxlite.engine.kernels import parallel
-from voxlite.engine.kernels.linear import (
-    Int8Tiles,
-    bfloat16_linear,
-    fits_bfloat16_linear,
-    int8_linear,
-)
-from voxlite.engine.kernels.norm import float32_rms_norm
+from voxlite.engine.kernels.intrinsics import fetch_add, ints_at, record_reader
+from voxlite.engine.kernels.linear import Int8Tiles, fits_bfloat16_linear
 from voxlite.engine.kernels.parallel import Kernel
-from voxlite.engine.kernels.rope import rotate_and_store
-from voxlite.engine.kernels.vectors import TILE_WEIGHTS, ints_at, make_int8_tile, next_number
+from voxlite.engine.kernels.program import (
+    bfloat16_linear,
+    float32_rms_norm,
+    int8_linear,
+    rotate_and_store,
+)
+from voxlite.engine.kernels.tiles import TILE_WEIGHTS, make_int8_tile
 from voxlite.engine.model.layers import rotate
 
 SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320), (6, 10000)]
@@ -112,20 +112,22 @@ int8_tile = make_int8_tile(TILE_WEIGHTS, 3)
 int8_tile_without_vnni = make_int8_tile(TILE_WEIGHTS, 3, use_vnni=False)
 
 
-@Kernel
-def native_tile(block: Any) -> None:
-    args = carray(block, 4)
-    if next_number(block) == 0:
-        int8_tile(args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3)
+TILE_ARGS = np.dtype([("weights", np.int64), ("inputs", np.int64), ("out", np.int64)])
+tile_args_at = record_reader(TILE_ARGS)
 
 
 @Kernel
-def tile_without_vnni(block: Any) -> None:
-    args = carray(block, 4)
-    if next_number(block) == 0:
-        int8_tile_without_vnni(
-            args[1], 1024, args[2], 1024, 1024, 0, args[3], 4 * TILE_WEIGHTS, 1, 3
-        )
+def native_tile(address: Any) -> None:
+    args = tile_args_at(address)
+    out = args.out, 4 * TILE_WEIGHTS
+    int8_tile((args.weights, 1024), (args.inputs, 1024), out, 1024, 0, True, 3)
+
+
+@Kernel
+def tile_without_vnni(address: Any) -> None:
+    args = tile_args_at(address)
+    out = args.out, 4 * TILE_WEIGHTS
+    int8_tile_without_vnni((args.weights, 1024), (args.inputs, 1024), out, 1024, 0, True, 3)
 
 
 @pytest.mark.parametrize("tile", [native_tile, tile_without_vnni], ids=["native", "without"])
@@ -138,38 +140,49 @@ def test_a_tile_is_exact_at_the_largest_magnitudes(tile: Kernel) -> None:
     inputs[1, ::2] = 0
     inputs[2] = np.arange(1024) % 256
     out = np.zeros((3, TILE_WEIGHTS), np.int32)
-    # Rows take turns, a step of 64 each.
-    turns = np.ascontiguousarray(weights.reshape(TILE_WEIGHTS, -1, 64).transpose(1, 0, 2))
-    tile(turns.ctypes.data, inputs.ctypes.data, out.ctypes.data)
+    # Rows are interleaved, a step of 64 each.
+    interleaved = np.ascontiguousarray(weights.reshape(TILE_WEIGHTS, -1, 64).transpose(1, 0, 2))
+    args = np.array([(interleaved.ctypes.data, inputs.ctypes.data, out.ctypes.data)], TILE_ARGS)
+    tile(args.ctypes.data, 1)
     assert np.array_equal(out, inputs.astype(np.int32) @ weights.T.astype(np.int32))
 
 
+TAKE_ARGS = np.dtype([("counter", np.int64), ("num_items", np.int64), ("taken", np.int64)])
+take_args_at = record_reader(TAKE_ARGS)
+
+
 @Kernel
-def draw_all(block: Any) -> None:
-    args = carray(block, 3)
-    drawn = carray(ints_at(args[2]), args[1])
-    number = next_number(block)
-    while number < args[1]:
-        drawn[number] += 1
-        number = next_number(block)
+def take_all(address: Any) -> None:
+    args = take_args_at(address)
+    counter, taken = args.counter, carray(ints_at(args.taken), args.num_items)
+    item = fetch_add(counter, 1)
+    while item < args.num_items:
+        taken[item] += 1
+        item = fetch_add(counter, 1)
 
 
-def compile_and_draw(drawn: np.ndarray) -> None:
-    Kernel(draw_all._function)(len(drawn), drawn.ctypes.data)
+def run_take_all(kernel: Kernel, taken: np.ndarray) -> None:
+    counter = np.zeros(1, np.int64)
+    args = np.array([(counter.ctypes.data, len(taken), taken.ctypes.data)], TAKE_ARGS)
+    kernel(args.ctypes.data, torch.get_num_threads())
+
+
+def compile_and_take(taken: np.ndarray) -> None:
+    run_take_all(Kernel(take_all._function), taken)
 
 
 def test_a_damaged_cache_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(parallel, "_cache_folder", lambda: tmp_path / "kernels")
-    drawn = np.zeros(10, np.int32)
-    compile_and_draw(drawn)
+    taken = np.zeros(10, np.int32)
+    compile_and_take(taken)
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(kept) == 2
     for path in kept:
         path.write_text("garbage")
-    compile_and_draw(drawn)
-    assert (drawn == 2).all()
+    compile_and_take(taken)
+    assert (taken == 2).all()
     assert all(path.stat().st_size > len("garbage") for path in kept)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -180,19 +193,19 @@ def test_a_cache_that_cannot_be_written_is_named(
     place = tmp_path / "kernels"
     place.write_text("a file, where the folder should be")
     elsewhere = Path(__file__).parent / "__pycache__"  # where Numba would go
-    before = set(elsewhere.glob("*draw_all*"))
+    before = set(elsewhere.glob("*take_all*"))
     monkeypatch.setattr(parallel, "_cache_folder", lambda: place)
-    drawn = np.zeros(10, np.int32)
-    compile_and_draw(drawn)
-    assert (drawn == 1).all()
+    taken = np.zeros(10, np.int32)
+    compile_and_take(taken)
+    assert (taken == 1).all()
     assert f"compiled anew at each start, {place} being of no use" in caplog.text
-    assert set(elsewhere.glob("*draw_all*")) == before
+    assert set(elsewhere.glob("*take_all*")) == before
 
 
 def test_a_kernel_is_compiled_even_where_other_code_is_not() -> None:
     script = """
 import torch
-from voxlite.engine.kernels.norm import float32_rms_norm
+from voxlite.engine.kernels.program import float32_rms_norm
 assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all()
 """
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
@@ -200,12 +213,12 @@ assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all
 
 
 @pytest.mark.usefixtures("num_threads")
-def test_each_number_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_item_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in (parallel._run(), parallel._run_on_python_threads()):
         monkeypatch.setattr(parallel, "_run", lambda run=run: run)
-        drawn = np.zeros(1000, np.int32)
-        draw_all(1000, drawn.ctypes.data)
-        assert (drawn == 1).all()
+        taken = np.zeros(1000, np.int32)
+        run_take_all(take_all, taken)
+        assert (taken == 1).all()
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -224,7 +237,8 @@ def test_pytorchs_own_threads_are_used() -> None:
     """A kernel after a product of PyTorch's starts no further threads."""
     script = """
 import psutil, torch
-from voxlite.engine.kernels.linear import Int8Tiles, int8_linear
+from voxlite.engine.kernels.linear import Int8Tiles
+from voxlite.engine.kernels.program import int8_linear
 torch.set_num_threads(1)
 x = torch.zeros(1024, 512)
 weight = Int8Tiles.of(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512))
