@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxlite.engine.kernels import program
 from voxlite.engine.kernels.attention import Windows
 from voxlite.engine.kernels.descriptors import (
     ATTEND,
@@ -25,6 +24,7 @@ from voxlite.engine.kernels.descriptors import (
     ROTATE,
 )
 from voxlite.engine.kernels.linear import INT8, MAX_BFLOAT16_ROWS, Matrix
+from voxlite.engine.kernels.program import run
 
 # The phases of a layer, in order: each of its four products has one that makes rows ready and one
 # that multiplies; rotation and attention follow the first.
@@ -72,9 +72,9 @@ class StackKernel:
                 if norm.dtype is not torch.float32:
                     raise TypeError(f"norm weights must be float32, not {norm.dtype}")
         self._layers = layers  # kept alive
-        self._phases = np.zeros((len(layers), len(_LAYER)), PHASE)
-        self._phases["kind"] = _LAYER
-        for phases, layer in zip(self._phases, layers, strict=True):
+        program = np.zeros((len(layers), len(_LAYER)), PHASE)
+        program["kind"] = _LAYER
+        for phases, layer in zip(program, layers, strict=True):
             matrices = (layer.wqkv, layer.wo, layer.w13, layer.w2)
             firsts, products = (
                 (_ATTENTION_NORM, _QUANTIZE, _FFN_NORM, _GATE),
@@ -85,7 +85,7 @@ class StackKernel:
             phases["norm_weight"][_ATTENTION_NORM] = layer.attention_norm.data_ptr()
             phases["norm_weight"][_FFN_NORM] = layer.ffn_norm.data_ptr()
         # From each product on the next one's weights are prefetched, and at first the first one's.
-        self._phases = self._phases.reshape(-1)
+        self._phases = program.reshape(-1)
         products_at = np.flatnonzero(self._phases["kind"] == MULTIPLY)
         addresses = self._phases["matrix"][products_at]
         self._phases["prefetched_matrix"][products_at[:-1]] = addresses[1:]
@@ -158,7 +158,7 @@ class StackKernel:
             scale_row_bytes = 4 * scales.stride(1) if scales.shape[1] > 1 else 0
         row_bytes, head_bytes = 4 * wqkv.out_dim, 4 * self._head_size
         k = qkv.data_ptr() + self._num_heads * head_bytes
-        program.run(
+        run(
             phases.reshape(-1),
             num_rows=len(x),
             dim=x.shape[1],
