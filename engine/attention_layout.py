@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from voxlite.engine.config import TransformerConfig
-from voxlite.engine.kernels.attention import Windows, fits_windowed_attention
 from voxlite.engine.kv_cache_manager import BlockTable
 from voxlite.engine.model.attention import AttentionBatch, Segment, first_key, window_mask
 from voxlite.engine.model.layers import Rope
+from voxlite.engine.model.windows import Windows, fits_windowed_attention
 
 
 class Part(NamedTuple):

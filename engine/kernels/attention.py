@@ -11,14 +11,10 @@ of 64 in the stream: so a row's sums are the same whichever rows stand beside it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch
 from numba import carray, float32, int32, njit
-from torch import Tensor
 
 from voxlite.engine.kernels.attention_tiles import (
     CHUNK,
@@ -43,17 +39,17 @@ from voxlite.engine.kernels.intrinsics import (
 )
 
 # The most queries of a piece: their sums and weights fit L1.
-_MAX_QUERIES: Final = 28
-_MAX_HEAD_SIZE: Final = 128
+MAX_QUERIES: Final = 28
+MAX_HEAD_SIZE: Final = 128
 _LOG2_E: Final = 1.4426950408889634
 # What an item needs on its thread's stack.
 _SCRATCH: Final = np.dtype(
     [
-        ("queries", np.float32, (_MAX_QUERIES, _MAX_HEAD_SIZE)),
-        ("sums", np.float32, (_MAX_QUERIES, _MAX_HEAD_SIZE)),
-        ("columns", np.uint32, (_MAX_HEAD_SIZE // 2, CHUNK)),  # a chunk's keys, transposed
-        ("weights", np.float32, (_MAX_QUERIES, CHUNK)),
-        ("states", STATE, (_MAX_QUERIES,)),
+        ("queries", np.float32, (MAX_QUERIES, MAX_HEAD_SIZE)),
+        ("sums", np.float32, (MAX_QUERIES, MAX_HEAD_SIZE)),
+        ("columns", np.uint32, (MAX_HEAD_SIZE // 2, CHUNK)),  # a chunk's keys, transposed
+        ("weights", np.float32, (MAX_QUERIES, CHUNK)),
+        ("states", STATE, (MAX_QUERIES,)),
         ("keys", np.int64, (CHUNK,)),  # addresses of a chunk's keys
         ("values", np.int64, (CHUNK,)),
     ]
@@ -66,49 +62,6 @@ _SCRATCH_BYTES: Final = _SCRATCH.itemsize
 _STATE_BYTES: Final = STATE.itemsize
 _PIECE_BYTES: Final = PIECE.itemsize
 _READ_BYTES: Final = READ.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """What each row of a flat batch reads, in pieces of a few rows of one session."""
-
-    frames: Tensor  # (N, 3) int64: READ
-    pieces: Tensor  # (pieces, 4) int64: PIECE
-
-    @classmethod
-    def of(
-        cls, sessions: Sequence[tuple[range, Sequence[tuple[int, int, int]]]], groups: int
-    ) -> Windows:
-        """Lay out sessions.
-
-        Args:
-            sessions: of each the cache slots of its ring, frame f lying in ring[f % len(ring)], and
-                the frames that its rows read: from the first up to the second, and the third, which
-                isn't before the second. All from the first to the third are in the ring.
-            groups: G, the query heads of a key/value head.
-        """
-        per_piece = _MAX_QUERIES // groups
-        frames: list[tuple[int, int, int]] = []
-        pieces: list[tuple[int, int, int, int]] = []
-        for ring, rows in sessions:
-            for first in range(0, len(rows), per_piece):
-                count = min(per_piece, len(rows) - first)
-                pieces.append((len(frames) + first, count, ring.start, len(ring)))
-            frames.extend(rows)
-        return cls(torch.tensor(frames), torch.tensor(pieces))
-
-
-def fits_windowed_attention(keys: Tensor, num_heads: int) -> bool:
-    """Whether the kernel can read a cache like keys, (K, slots, D), for H heads."""
-    num_kv_heads, _, head_size = keys.shape
-    return (
-        keys.device.type == "cpu"
-        and keys.dtype is torch.bfloat16
-        and keys.is_contiguous()
-        and head_size % VALUE_DIMS == 0
-        and head_size <= _MAX_HEAD_SIZE
-        and num_heads // num_kv_heads <= _MAX_QUERIES
-    )
 
 
 @njit

@@ -28,12 +28,16 @@ PART: Final = np.dtype(
     ]
 )
 
+# Weight types.
+INT8, BFLOAT16 = range(2)
+
 # Weights of one input, whose outputs stand side by side.
 MATRIX: Final = np.dtype(
     [
-        ("weight_type", np.int64),  # one of `linear`
+        ("weight_type", np.int64),  # INT8 or BFLOAT16
         ("in_dim", np.int64),
         ("row_bytes", np.int64),  # of a weight row
+        ("input_bytes", np.int64),  # of a quantized input row
         ("out_dim", np.int64),  # of all parts, each rounded up to whole tiles
         ("num_parts", np.int64),
         ("parts", PART, (MAX_PARTS,)),

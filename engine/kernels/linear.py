@@ -9,16 +9,12 @@ encoder has when it runs ahead, weights are multiplied again while they are in L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import torch
 from numba import carray, float32, int32, njit, uint8
-from torch import Tensor
-from torch.nn import functional as F
 
-from voxlite.engine.kernels.descriptors import MATRIX, MAX_PARTS, PART, matrix_at
+from voxlite.engine.kernels.descriptors import INT8, matrix_at
 from voxlite.engine.kernels.intrinsics import (
     bytes_at,
     floats_at,
@@ -38,8 +34,6 @@ from voxlite.engine.kernels.tiles import (
 )
 from voxlite.engine.kernels.work import finish_items, take_weight_rows
 
-# Weight types, as a matrix's descriptor names them.
-INT8, BFLOAT16 = range(2)
 # The most input rows of a tile: with their sums they fit the registers of AVX-512. Without the
 # processor's own dot product a bfloat16 weight takes two registers.
 _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
@@ -59,110 +53,11 @@ _PREFETCH_OF_ROWS_BYTES: Final = 8 << 10
 _ZERO_POINT: Final = 128
 # A row's largest magnitude counts as at least 1e-30, so that its scale is above 0.
 _TINY_BITS: Final = int(np.float32(1e-30).view(np.int32))
-# An input row of bfloat16 weights takes as many bytes as so many weight rows.
-_BFLOAT16_INPUT_ROWS: Final = BFLOAT16_INPUT_BYTES // STEP_BYTES
 # Numbers of a step of bfloat16 weights at even positions, and at odd ones.
 _HALF_STEP: Final = STEP_BYTES // 4
 int8_tile = make_int8_tile(TILE_WEIGHTS, _MAX_INT8_INPUTS)
 bfloat16_row = make_bfloat16_tile(1, 1)
 bfloat16_tile = make_bfloat16_tile(TILE_WEIGHTS, _MAX_BFLOAT16_INPUTS)
-
-
-class Int8Tiles(NamedTuple):
-    """Int8 weights in an interleaved layout, which a tile reads from front to back.
-
-    Processors prefetch one stream of memory better than several. So the two rows of a tile are
-    interleaved, 64 bytes each:
-
-        output     0        1        0          1          0           ...
-        inputs     0..63    0..63    64..127    64..127    128..191    ...
-    """
-
-    values: Tensor  # (tiles, steps, 2, 64) int8, with zeros where a tile or step is not whole
-    scales: Tensor  # (out,) float32, quantization scales
-    sums: Tensor  # (out,) int32, the sum of each output's weights
-
-    @classmethod
-    def of(cls, values: Tensor, scales: Tensor) -> Int8Tiles:
-        """Lay out weights (out, in) int8 with a scale for each output, (out,) float32."""
-        num_tiles, num_steps, *_ = cls.shape(*values.shape)
-        padding = (0, -values.shape[1] % STEP_BYTES, 0, -len(values) % TILE_WEIGHTS)
-        steps = F.pad(values, padding).view(num_tiles, TILE_WEIGHTS, num_steps, STEP_BYTES)
-        sums = values.sum(dim=1, dtype=torch.int32)
-        return cls(steps.transpose(1, 2).contiguous(), scales, sums)
-
-    @staticmethod
-    def shape(out_dim: int, in_dim: int) -> tuple[int, int, int, int]:
-        """Return the shape of `values`."""
-        return -(-out_dim // TILE_WEIGHTS), -(-in_dim // STEP_BYTES), TILE_WEIGHTS, STEP_BYTES
-
-
-def fits_bfloat16_linear(weight: Tensor) -> bool:
-    """Whether a weight, (out, in), lies on a CPU as bfloat16 in whole tiles and steps."""
-    out_dim, in_dim = weight.shape
-    return (
-        weight.dtype is torch.bfloat16
-        and weight.device.type == "cpu"
-        and out_dim % TILE_WEIGHTS == 0
-        and 2 * in_dim % STEP_BYTES == 0
-        and weight.is_contiguous()
-    )
-
-
-class Matrix(NamedTuple):
-    """Weights of one input, whose outputs stand side by side, and their descriptor."""
-
-    descriptor: np.ndarray[Any, np.dtype[np.void]]  # (1,) MATRIX
-    tensors: tuple[Tensor, ...]  # kept alive here
-    weight_type: int
-    in_dim: int
-    out_dim: int  # in whole tiles
-    input_bytes: int  # of a quantized row
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Int8Tiles | Tensor, Tensor | None]], in_dim: int) -> Matrix:
-        """Describe weights and their biases.
-
-        Args:
-            parts: int8 weights, of one part; or up to three parts that `fits_bfloat16_linear`. A
-                bias is (out,) float32.
-        """
-        assert len(parts) <= MAX_PARTS
-        tensors: list[Tensor] = []
-        records = np.zeros(MAX_PARTS, PART)
-        for record, (weight, bias) in zip(records, parts, strict=False):
-            names: tuple[str, ...] = ("weights",)
-            fields: tuple[Tensor, ...]
-            if isinstance(weight, Int8Tiles):
-                names, fields = ("weights", "scales", "sums"), tuple(weight)
-                record["out_dim"] = len(weight.scales)
-            else:
-                fields = (weight,)
-                record["out_dim"] = len(weight)
-            if bias is not None:
-                names, fields = (*names, "bias"), (*fields, bias)
-            for name, tensor in zip(names, fields, strict=True):
-                record[name] = tensor.data_ptr()
-            tensors.extend(fields)
-        weight_type = INT8 if isinstance(parts[0][0], Int8Tiles) else BFLOAT16
-        row_bytes, input_bytes = _row_bytes(weight_type, in_dim)
-        out_dim = int((-(-records["out_dim"] // TILE_WEIGHTS) * TILE_WEIGHTS).sum())
-        descriptor = np.zeros(1, MATRIX)
-        descriptor[0] = (weight_type, in_dim, row_bytes, out_dim, len(parts), records)
-        return cls(descriptor, tuple(tensors), weight_type, in_dim, out_dim, input_bytes)
-
-    @property
-    def address(self) -> int:
-        """Where the descriptor is."""
-        return self.descriptor.ctypes.data
-
-
-def _row_bytes(weight_type: int, in_dim: int) -> tuple[int, int]:
-    """Return the bytes of a weight row and of a quantized input row."""
-    if weight_type == INT8:
-        row_bytes = -(-in_dim // STEP_BYTES) * STEP_BYTES
-        return row_bytes, row_bytes
-    return 2 * in_dim, _BFLOAT16_INPUT_ROWS * 2 * in_dim
 
 
 @njit
@@ -173,11 +68,10 @@ def quantize_row(batch, matrix_address, row, x):  # type: ignore[no-untyped-def]
         row: its number, which says where in the batch's buffers it is written.
     """
     matrix = matrix_at(matrix_address)
+    out = batch.quantized + row * matrix.input_bytes
     if matrix.weight_type == INT8:
-        out = batch.quantized + row * matrix.row_bytes
         _quantize_to_bytes(x, matrix.in_dim, matrix.row_bytes, out, batch.row_scales + 4 * row)
     else:
-        out = batch.quantized + row * _BFLOAT16_INPUT_ROWS * matrix.row_bytes
         _quantize_to_bfloat16(x, matrix.in_dim, out)
 
 
@@ -254,10 +148,7 @@ def _multiply_part(batch, matrix, part, out, first, end):  # type: ignore[no-unt
     max_inputs = _MAX_INT8_INPUTS if is_int8 else _MAX_BFLOAT16_INPUTS
     while row < num_rows:
         count = tile_rows(num_rows - row, max_inputs)
-        if is_int8:
-            _multiply_int8(batch, matrix, part, out, (first, end), row, count)
-        else:
-            _multiply_bfloat16(batch, matrix, part, out, (first, end), row, count)
+        _multiply_rows(batch, matrix, part, out, (first, end), row, count)
         row += count
     if is_int8:
         _dequantize(batch, matrix, part, out, first, min(end, part.out_dim))
@@ -266,30 +157,36 @@ def _multiply_part(batch, matrix, part, out, first, end):  # type: ignore[no-unt
 
 
 @njit
-def _multiply_int8(batch, matrix, part, out, span, row, count):  # type: ignore[no-untyped-def]
-    """Write integer sums, where results will stand, of rows [row, row + count)."""
-    row_bytes, out_dim, weights = matrix.row_bytes, matrix.out_dim, part.weights
-    inputs = batch.quantized + row * row_bytes
-    num_slices = (count * row_bytes + _INT8_SLICES_BYTES - 1) // _INT8_SLICES_BYTES
-    max_bytes = (row_bytes // STEP_BYTES + num_slices - 1) // num_slices * STEP_BYTES
-    # The first rows' tiles prefetch the weights that come next.
-    prefetch_bytes = 0
-    if row == 0 and num_slices > 1:
-        prefetch_bytes = TILE_WEIGHTS * row_bytes
-    elif row == 0:
-        prefetch_bytes = _PREFETCH_BYTES if batch.num_rows == 1 else _PREFETCH_OF_ROWS_BYTES
-    for at in range(0, row_bytes, max_bytes):
-        slice_bytes = min(max_bytes, row_bytes - at)
+def _multiply_rows(batch, matrix, part, out, span, row, count):  # type: ignore[no-untyped-def]
+    """Multiply input rows [row, row + count), a tile's, and write their sums."""
+    row_bytes, input_bytes, out_bytes = matrix.row_bytes, matrix.input_bytes, 4 * matrix.out_dim
+    weights, weights_per_byte = part.weights, 1
+    inputs_per_byte = input_bytes // row_bytes
+    slice_bytes, prefetch_bytes = _BFLOAT16_SLICE_BYTES, TILE_WEIGHTS * row_bytes
+    is_int8 = matrix.weight_type == INT8
+    if is_int8:
+        weights_per_byte = TILE_WEIGHTS  # interleaved
+        num_slices = (count * row_bytes + _INT8_SLICES_BYTES - 1) // _INT8_SLICES_BYTES
+        slice_bytes = (row_bytes // STEP_BYTES + num_slices - 1) // num_slices * STEP_BYTES
+        if num_slices == 1:
+            prefetch_bytes = _PREFETCH_BYTES if batch.num_rows == 1 else _PREFETCH_OF_ROWS_BYTES
+    if row > 0:
+        prefetch_bytes = 0  # the first rows' tiles have brought the weights
+    inputs, out_row = batch.quantized + row * input_bytes, out + row * out_bytes
+    for at in range(0, row_bytes, slice_bytes):
+        num_bytes = min(slice_bytes, row_bytes - at)
+        input_pair = inputs + inputs_per_byte * at, input_bytes
         for i in range(span[0], span[1], TILE_WEIGHTS):
-            int8_tile(
-                (weights + i * row_bytes + TILE_WEIGHTS * at, row_bytes),
-                (inputs + at, row_bytes),
-                (out + 4 * (row * out_dim + i), 4 * out_dim),
-                slice_bytes,
-                prefetch_bytes,
-                at == 0,
-                count,
-            )
+            weight_pair = weights + i * row_bytes + weights_per_byte * at, row_bytes
+            out_pair = out_row + 4 * i, out_bytes
+            if is_int8:
+                int8_tile(
+                    weight_pair, input_pair, out_pair, num_bytes, prefetch_bytes, at == 0, count
+                )
+            else:
+                bfloat16_tile(
+                    weight_pair, input_pair, out_pair, num_bytes, prefetch_bytes, at == 0, count
+                )
 
 
 @njit
@@ -299,37 +196,18 @@ def _multiply_bfloat16_row(batch, matrix, part, out, first, end):  # type: ignor
     Two at once would gain nothing, since one input row leaves the processor time to spare.
     """
     row_bytes, inputs, weights = matrix.row_bytes, batch.quantized, part.weights
+    input_bytes = matrix.input_bytes
+    inputs_per_byte = input_bytes // row_bytes
     for i in range(first, end):
         for at in range(0, row_bytes, _BFLOAT16_SLICE_BYTES):
             bfloat16_row(
                 (weights + i * row_bytes + at, row_bytes),
-                (inputs + _BFLOAT16_INPUT_ROWS * at, row_bytes),
+                (inputs + inputs_per_byte * at, input_bytes),
                 (out + 4 * i, 4),
                 min(_BFLOAT16_SLICE_BYTES, row_bytes - at),
                 _PREFETCH_BYTES,
                 at == 0,
                 1,
-            )
-
-
-@njit
-def _multiply_bfloat16(batch, matrix, part, out, span, row, count):  # type: ignore[no-untyped-def]
-    """Multiply rows [row, row + count)."""
-    row_bytes, out_dim, weights = matrix.row_bytes, matrix.out_dim, part.weights
-    input_bytes = _BFLOAT16_INPUT_ROWS * row_bytes
-    inputs = batch.quantized + row * input_bytes
-    prefetch_bytes = TILE_WEIGHTS * row_bytes if row == 0 else 0
-    for at in range(0, row_bytes, _BFLOAT16_SLICE_BYTES):
-        slice_bytes = min(_BFLOAT16_SLICE_BYTES, row_bytes - at)
-        for i in range(span[0], span[1], TILE_WEIGHTS):
-            bfloat16_tile(
-                (weights + i * row_bytes + at, row_bytes),
-                (inputs + _BFLOAT16_INPUT_ROWS * at, input_bytes),
-                (out + 4 * (row * out_dim + i), 4 * out_dim),
-                slice_bytes,
-                prefetch_bytes,
-                at == 0,
-                count,
             )
 
 

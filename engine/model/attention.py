@@ -18,8 +18,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from voxlite.engine.kernels.attention import Windows
-from voxlite.engine.kernels.program import windowed_attention
+from voxlite.engine.model.operations import windowed_attention
+from voxlite.engine.model.windows import Windows
 
 # The score of a key that a row doesn't read. Not -inf: a row that reads no key of a run would be
 # NaN, which oneDNN's bfloat16 products spread to other rows on CPUs with AMX (PyTorch 2.13).

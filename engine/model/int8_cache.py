@@ -18,7 +18,7 @@ from platformdirs import user_cache_path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from voxlite.engine.kernels.linear import Int8Tiles
+from voxlite.engine.model.matrix import Int8Tiles
 
 logger = logging.getLogger(__name__)
 

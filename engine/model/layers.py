@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from voxlite.engine.config import TransformerConfig
-from voxlite.engine.kernels.attention import Windows
-from voxlite.engine.kernels.program import float32_rms_norm, rotate_and_store
-from voxlite.engine.kernels.stack import LayerWeights, StackKernel
 from voxlite.engine.model.attention import AttentionBatch, LayerCache, paged_attention
 from voxlite.engine.model.linear import Projection, Projections, matrix
+from voxlite.engine.model.operations import float32_rms_norm, rotate_and_store
+from voxlite.engine.model.stack_program import LayerWeights, StackProgram
+from voxlite.engine.model.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Stack:
         return x
 
     @cached_property
-    def _kernel(self) -> StackKernel | None:
+    def _kernel(self) -> StackProgram | None:
         """What runs all layers in one call, or None where it can't."""
         config = self.config
         layers = []
@@ -109,7 +109,7 @@ class Stack:
             if any(norm.dtype is not torch.float32 for norm in norms):
                 return None
             layers.append(LayerWeights(norms[0], wqkv, wo, norms[1], w13, w2))
-        return StackKernel(
+        return StackProgram(
             layers,
             num_heads=config.num_heads,
             head_size=config.head_size,

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxlite.engine.kernels.linear import (
-    MAX_BFLOAT16_ROWS,
-    Int8Tiles,
-    Matrix,
-    fits_bfloat16_linear,
-)
-from voxlite.engine.kernels.program import bfloat16_linear, int8_linear
+from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
+from voxlite.engine.model.matrix import Int8Tiles, Matrix, fits_bfloat16_linear
+from voxlite.engine.model.operations import bfloat16_linear, int8_linear
 
 _INT8_MAX: Final = 127
 # The largest magnitude that a row counts as having at least: a step of it is above 0.
@@ -106,7 +102,7 @@ class Int8Linear:
 
 
 def matrix(layers: Projection | Projections, in_dim: int) -> Matrix | None:
-    """Return what `StackKernel` reads of linear layers of one input, or None where it can't.
+    """Return what `StackProgram` reads of linear layers of one input, or None where it can't.
 
     Args:
         in_dim: what the layers' rows have.

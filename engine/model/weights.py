@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from voxlite.engine.config import ModelConfig, TransformerConfig
-from voxlite.engine.kernels.linear import Int8Tiles
 from voxlite.engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
 from voxlite.engine.model.decoder import Decoder
 from voxlite.engine.model.encoder import KERNEL, Encoder
@@ -33,6 +32,7 @@ from voxlite.engine.model.linear import (
     Projections,
     quantize,
 )
+from voxlite.engine.model.matrix import Int8Tiles
 
 
 def split_halves_to_pairs(rows: Tensor, head_size: int) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from voxlite.engine.attention_layout import Part, segments, windows
 from voxlite.engine.block_pool import BlockPool
-from voxlite.engine.kernels.attention import Windows, fits_windowed_attention
 from voxlite.engine.kv_cache_manager import BlockTable, KVCacheSpec, SlidingWindowManager
 from voxlite.engine.model.attention import LayerCache, Segment, paged_attention, window_mask
+from voxlite.engine.model.windows import Windows, fits_windowed_attention
 
 CPU = torch.device("cpu")
 NUM_KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 64

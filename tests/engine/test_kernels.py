@@ -13,16 +13,16 @@ from numba import carray
 
 from voxlite.engine.kernels import parallel
 from voxlite.engine.kernels.intrinsics import fetch_add, ints_at, record_reader
-from voxlite.engine.kernels.linear import Int8Tiles, fits_bfloat16_linear
 from voxlite.engine.kernels.parallel import Kernel
-from voxlite.engine.kernels.program import (
+from voxlite.engine.kernels.tiles import TILE_WEIGHTS, make_int8_tile
+from voxlite.engine.model.layers import rotate
+from voxlite.engine.model.matrix import Int8Tiles, fits_bfloat16_linear
+from voxlite.engine.model.operations import (
     bfloat16_linear,
     float32_rms_norm,
     int8_linear,
     rotate_and_store,
 )
-from voxlite.engine.kernels.tiles import TILE_WEIGHTS, make_int8_tile
-from voxlite.engine.model.layers import rotate
 
 SHAPES = [(4, 64), (33, 100), (200, 192), (1284, 320), (6, 10000)]
 
@@ -205,7 +205,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_kernel_is_compiled_even_where_other_code_is_not() -> None:
     script = """
 import torch
-from voxlite.engine.kernels.program import float32_rms_norm
+from voxlite.engine.model.operations import float32_rms_norm
 assert (float32_rms_norm(torch.ones(2, 8), torch.full((8,), 3.0), 0.0) == 3).all()
 """
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
@@ -237,8 +237,8 @@ def test_pytorchs_own_threads_are_used() -> None:
     """A kernel after a product of PyTorch's starts no further threads."""
     script = """
 import psutil, torch
-from voxlite.engine.kernels.linear import Int8Tiles
-from voxlite.engine.kernels.program import int8_linear
+from voxlite.engine.model.matrix import Int8Tiles
+from voxlite.engine.model.operations import int8_linear
 torch.set_num_threads(1)
 x = torch.zeros(1024, 512)
 weight = Int8Tiles.of(torch.zeros((512, 512), dtype=torch.int8), torch.ones(512))

@@ -13,7 +13,6 @@ from tests.engine.harness import transcribe
 from tests.engine.test_weights import config_of, load
 from tests.speechlike import speechlike
 from voxlite.engine import Engine, EngineConfig, InvalidInput
-from voxlite.engine.kernels.linear import Int8Tiles
 from voxlite.engine.model.checkpoint_files import CheckpointFiles
 from voxlite.engine.model.int8_cache import Int8Cache
 from voxlite.engine.model.linear import (
@@ -23,6 +22,7 @@ from voxlite.engine.model.linear import (
     Linear,
     quantize,
 )
+from voxlite.engine.model.matrix import Int8Tiles
 from voxlite.engine.model.weights import Weights, load_weights
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from voxlite.engine.config import TransformerConfig
-from voxlite.engine.kernels.attention import Windows
 from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
 from voxlite.engine.model.attention import AttentionBatch, LayerCache, first_key
 from voxlite.engine.model.layers import Block, Rope, Stack, run_block
@@ -20,6 +19,7 @@ from voxlite.engine.model.linear import (
     Projections,
     quantize,
 )
+from voxlite.engine.model.windows import Windows
 
 CPU = torch.device("cpu")
 WIDE = TransformerConfig(

@@ -13,18 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxlite.engine.kernels.attention import Windows
 from voxlite.engine.kernels.descriptors import (
     ATTEND,
     GATE,
+    INT8,
     MULTIPLY,
     NORM,
     PHASE,
     QUANTIZE,
     ROTATE,
 )
-from voxlite.engine.kernels.linear import INT8, MAX_BFLOAT16_ROWS, Matrix
+from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
 from voxlite.engine.kernels.program import run
+from voxlite.engine.model.matrix import Matrix
+from voxlite.engine.model.windows import Windows
 
 # The phases of a layer, in order: each of its four products has one that makes rows ready and one
 # that multiplies; rotation and attention follow the first.
@@ -56,7 +58,7 @@ class LayerWeights(NamedTuple):
     w2: Matrix
 
 
-class StackKernel:
+class StackProgram:
     """Runs layers on a CPU with a bfloat16 KV cache."""
 
     def __init__(
@@ -160,6 +162,7 @@ class StackKernel:
         k = qkv.data_ptr() + self._num_heads * head_bytes
         run(
             phases.reshape(-1),
+            torch.get_num_threads(),
             num_rows=len(x),
             dim=x.shape[1],
             norm_eps=self._norm_eps,
