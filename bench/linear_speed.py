@@ -8,6 +8,7 @@ Layers are copied until they are larger than the caches, and read one after the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Final
@@ -31,8 +32,8 @@ def measure() -> dict[str, list[float]]:
     dense = [noise.bfloat16() for _ in range(_NUM_COPIES)]
     int8 = [Int8Linear(quantize([noise])) for _ in range(_NUM_COPIES)]
     ways: dict[str, tuple[int, Sequence[Callable[[Tensor], Tensor]]]] = {
-        "bfloat16, PyTorch": (2, [lambda x, w=w: F.linear(x.bfloat16(), w) for w in dense]),
-        "bfloat16, kernel": (2, [lambda x, w=w: bfloat16_linear(x, w) for w in dense]),
+        "bfloat16, PyTorch": (2, [partial(_multiply, weight=weight) for weight in dense]),
+        "bfloat16, kernel": (2, [partial(bfloat16_linear, weight=weight) for weight in dense]),
         "int8, kernel": (1, int8),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -49,6 +50,10 @@ def measure() -> dict[str, list[float]]:
             num_bytes = weight_bytes * _OUT_DIM * _IN_DIM * _NUM_COPIES
             rates[name].append(num_bytes / 1e9 / median(times[name]))
     return rates
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.bfloat16(), weight)
 
 
 if __name__ == "__main__":
