@@ -23,7 +23,7 @@ from torch import Tensor
 from voxlite.engine import Engine, EngineConfig
 from voxlite.engine.audio.audio_file import read_audio
 from voxlite.engine.config import SessionOptions
-from voxlite.engine.model.layers import Block, Stack
+from voxlite.engine.model.layers import Layer, Stack
 from voxlite.engine.model.linear import Each, Int8Linear, Linear, Projection, Projections, quantize
 from voxlite.server.bundled import bundled_model
 
@@ -74,18 +74,18 @@ def compare(engine: Engine) -> ErrorSums:
         assert isinstance(layers, Each)
         return Each(tuple(compared(kind, layer) for layer in layers.layers))
 
-    def compared_block(stack: str, block: Block) -> Block:
+    def compared_layer(stack: str, layer: Layer) -> Layer:
         kinds = {place: f"{stack}: {name}" for place, name in _NAMES.items()}
         return replace(
-            block,
-            wqkv=all_compared(kinds["wqkv"], block.wqkv),
-            wo=compared(kinds["wo"], block.wo),
-            w13=all_compared(kinds["w13"], block.w13),
-            w2=compared(kinds["w2"], block.w2),
+            layer,
+            wqkv=all_compared(kinds["wqkv"], layer.wqkv),
+            wo=compared(kinds["wo"], layer.wo),
+            w13=all_compared(kinds["w13"], layer.w13),
+            w2=compared(kinds["w2"], layer.w2),
         )
 
     def compared_stack(name: str, stack: Stack) -> Stack:
-        return replace(stack, blocks=tuple(compared_block(name, block) for block in stack.blocks))
+        return replace(stack, layers=tuple(compared_layer(name, layer) for layer in stack.layers))
 
     encoder, decoder = runner._encoder, runner._decoder
     runner._encoder = replace(

@@ -104,7 +104,7 @@ def _span(num_rows, reads):  # type: ignore[no-untyped-def]
 
 @njit
 def _load_queries(batch, piece, groups, head_at, reads, start, scratch):  # type: ignore[no-untyped-def]
-    """Scale a piece's queries, and reset sums and states. Frames count from `start` there."""
+    """Scale a piece's queries, and reset sums and states, whose frames are relative to `start`."""
     head_size = batch.head_size
     scale = float32(_LOG2_E / head_size**0.5)
     for query in range(piece.num_rows * groups):
@@ -130,7 +130,7 @@ def _load_queries(batch, piece, groups, head_at, reads, start, scratch):  # type
 def _find_chunk(piece, head_size, keys, values, chunk, span, scratch):  # type: ignore[no-untyped-def]
     """Write the addresses of a chunk's keys and values.
 
-    Before the first frame and behind the last one stand these two again: nothing else is read.
+    Positions outside `span` repeat the first or last frame's address, so nothing else is read.
     The values, which are read after the keys, and the next chunk's keys are prefetched.
     """
     key_addresses = carray(longs_at(scratch + _KEYS_AT), CHUNK)

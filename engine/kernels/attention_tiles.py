@@ -50,13 +50,13 @@ VALUE_DIMS: Final = 64
 # So many queries' sums, four registers each, fit the 32 registers of AVX-512 beside what they are
 # made of.
 MAX_TILE_QUERIES: Final = 6
-# The largest score before there is one. Less than any score, and a number: it can be subtracted.
+# The running maximum before any score: below each, yet finite, so that it can be subtracted.
 NO_SCORE: Final = -1e30
 STATE: Final = np.dtype(
     [
         ("weight_sums", np.float32, (LANES,)),
         ("largest", np.float32),  # score
-        ("scale", np.float32),  # multiplies the sums before a chunk, after it
+        ("rescale", np.float32),  # multiplies the sums of earlier chunks
         ("first", np.int32),  # the frames that the query reads: [first, end) and its own
         ("end", np.int32),
         ("own", np.int32),
@@ -65,7 +65,7 @@ STATE: Final = np.dtype(
 )
 _LARGEST_AT, _SCALE_AT, _FIRST_AT, _END_AT, _OWN_AT = (
     int(STATE.fields[name][1])  # type: ignore[index]
-    for name in ("largest", "scale", "first", "end", "own")
+    for name in ("largest", "rescale", "first", "end", "own")
 )
 _STATE_BYTES: Final = STATE.itemsize
 state_at = record_reader(STATE)
@@ -73,7 +73,7 @@ state_at = record_reader(STATE)
 
 @intrinsic
 def transpose_keys(typing_context: Any, keys: Any, words_at: Any, columns: Any) -> Any:
-    """Write 16 words of each of 16 keys as columns: rows of `CHUNK` words, of which 16.
+    """Transpose 16 words of each of 16 keys into columns: rows of `CHUNK` words, of which 16.
 
     Args:
         keys: where the addresses of the 16 keys are, int64.
@@ -229,7 +229,7 @@ def add_values(
     out: Any,
     num_queries: Any,
 ) -> Any:
-    """Scale sums of values by what the states say, and add a chunk's, in `VALUE_DIMS` dimensions.
+    """Rescale the running sums, and add a chunk's weighted values, in `VALUE_DIMS` dimensions.
 
     Of each 32 dimensions the sums of the even ones come first, then those of the odd ones.
 
@@ -299,10 +299,7 @@ def _generate_values(builder: Any, count: int, args: Sequence[Any]) -> None:
 
 
 def _power_of_2(builder: Any, x: Any) -> Any:
-    """Return 2 to the power of x, of numbers up to 0; from -126 down always the same.
-
-    What is no number stays so.
-    """
+    """Return 2^x for x up to 0, clamped at -126. NaN stays NaN."""
     lowest = _floats(-126)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
     # Added to this number, x is rounded to a whole one, which stands in the lowest bits.
@@ -318,7 +315,7 @@ def _power_of_2(builder: Any, x: Any) -> Any:
     return builder.fmul(result, power)
 
 
-# Of the polynomial that is nearest to 2^x between -1/2 and 1/2, relatively; 1 at 0.
+# Minimax coefficients (relative error) of 2^x on [-1/2, 1/2]; 1 at 0.
 POWER_COEFFICIENTS: Final = (
     1.0,
     0.693146978,

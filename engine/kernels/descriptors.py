@@ -17,7 +17,7 @@ MAX_PARTS: Final = 3
 _ADDRESS: Final = np.int64
 
 
-# Weights of some outputs of a matrix.
+# One of a matrix's weight tensors: it gives a range of the outputs.
 PART: Final = np.dtype(
     [
         ("weights", _ADDRESS),
@@ -31,7 +31,7 @@ PART: Final = np.dtype(
 # Weight types.
 INT8, BFLOAT16 = range(2)
 
-# Weights of one input, whose outputs stand side by side.
+# A fused matrix: parts with the same input, whose outputs are concatenated.
 MATRIX: Final = np.dtype(
     [
         ("weight_type", np.int64),  # INT8 or BFLOAT16
@@ -52,7 +52,7 @@ PHASE: Final = np.dtype(
     [
         ("kind", np.int64),
         ("matrix", _ADDRESS),  # to multiply with, or for which rows are quantized; or 0
-        ("prefetched_matrix", _ADDRESS),  # prefetched while waiting from here on, or 0: as before
+        ("prefetched_matrix", _ADDRESS),  # prefetched at this barrier and later ones; 0: go on
         ("norm_weight", _ADDRESS),  # (dim,) float32
         ("delay_scale", _ADDRESS),  # (N, dim) or (dim,) float32 that multiplies normed rows, or 0
         ("keys", _ADDRESS),  # a layer's cache, (K, slots, D) bfloat16

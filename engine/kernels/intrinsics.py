@@ -71,7 +71,7 @@ def record_reader(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
 def fetch_add(typing_context: Any, counter: Any, number: Any) -> Any:
     """Add to the atomic counter (int64) at an address, and return what it was before.
 
-    Who sees the new value sees all that this thread wrote before (acquire and release).
+    A thread that sees the new value sees all that this one wrote before (acquire and release).
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -141,7 +141,7 @@ def nearest_bfloat16(bits):  # type: ignore[no-untyped-def]
 
 @njit
 def tile_rows(num_left: int, max_rows: int) -> int:
-    """Return how many rows a tile takes next. Of 8, at most 7, they are 4 and 4, not 7 and 1."""
+    """Return how many rows a tile takes next. 8 rows, at most 7 a tile, become 4 + 4, not 7 + 1."""
     num_tiles = (num_left + max_rows - 1) // max_rows
     return (num_left + num_tiles - 1) // num_tiles
 
@@ -161,8 +161,8 @@ def unpack(builder: Any, pair: Any) -> tuple[Any, Any]:
 def for_count(builder: Any, count: Any, most: int, generate: Callable[[int], None]) -> None:
     """Generate code for each count from 1 to `most`, of which the one for `count` runs.
 
-    Registers have no numbers at run time: what keeps sums of several rows in them is generated for
-    each number of rows.
+    Registers can't be indexed at run time, so code that keeps sums of several rows in them is
+    generated for each number of rows.
     """
     counts = range(1, most + 1)
     cases = [builder.append_basic_block(f"for_{number}") for number in counts]

@@ -4,7 +4,7 @@ In: weights (out, in), and rows (N, in). Out: rows (N, out). A product has two p
 quantized to what tiles take (`quantize_row`), then multiplied with the weights (`multiply`). Two
 weight rows are read side by side and multiplied with a few input rows, whose sums stay in
 registers: so a decoder step, which has few rows, reads each weight once. With more rows, as the
-encoder has when it runs ahead, weights are multiplied again while they are in L2.
+encoder has on a backlog, weights are multiplied again while they are in L2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from voxlite.engine.kernels.intrinsics import (
 )
 from voxlite.engine.kernels.tiles import (
     BFLOAT16_INPUT_BYTES,
-    HAS_MATRIX_PRODUCT,
+    HAS_AMX,
     STEP_BYTES,
     TILE_WEIGHTS,
     make_bfloat16_tile,
@@ -40,15 +40,15 @@ _HAS_DOT: Final = BFLOAT16_INPUT_BYTES == STEP_BYTES
 _MAX_INT8_INPUTS: Final = 10
 _MAX_BFLOAT16_INPUTS: Final = 10 if _HAS_DOT else 5
 # Up to so many rows `bfloat16_linear` is as fast as PyTorch's product, or faster.
-MAX_BFLOAT16_ROWS: Final = 10 if not _HAS_DOT else 42 if HAS_MATRIX_PRODUCT else 1024
-# Long rows are multiplied slice by slice, of these sizes, so that a tile's input rows stay in L1.
-# Where weights come from memory meanwhile, reading inputs again from L2 takes up to twice as long.
+MAX_BFLOAT16_ROWS: Final = 10 if not _HAS_DOT else 42 if HAS_AMX else 1024
+# Long rows are multiplied in slices of these sizes, so that a tile's input rows stay in L1; reading
+# them from L2, while weights come from memory, takes up to twice as long.
 _INT8_SLICES_BYTES: Final = 24 << 10  # of all rows of a tile together
 _BFLOAT16_SLICE_BYTES: Final = 2 << 10  # of each row, always: the order of sums depends on it
-# How far ahead of where it reads a thread prefetches, with one row and with more. With half or
-# twice as much a pass of the decoder is up to a quarter slower.
+# How far ahead of where it reads a thread prefetches, with one row and with more, unless rows are
+# sliced: then by a tile. With half or twice as much a decoder pass is up to a quarter slower.
 _PREFETCH_BYTES: Final = 4 << 10
-_PREFETCH_OF_ROWS_BYTES: Final = 8 << 10
+_PREFETCH_BYTES_MANY_ROWS: Final = 8 << 10
 # The byte that stands for 0 in a quantized row.
 _ZERO_POINT: Final = 128
 # A row's largest magnitude counts as at least 1e-30, so that its scale is above 0.
@@ -119,18 +119,18 @@ def multiply(batch, phase, counters, thread):  # type: ignore[no-untyped-def]
     out_dim = matrix.out_dim
     first, end, num_empty = take_weight_rows(counters, batch.num_threads, thread, 0, out_dim)
     while first < end:
-        start = 0  # of the part, in the outputs of all
+        start = 0  # the part's first output
         for i in range(matrix.num_parts):
             part = matrix.parts[i]
-            whole_dim = (part.out_dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS
-            part_first, part_end = max(first - start, 0), min(end - start, whole_dim)
+            padded_dim = (part.out_dim + TILE_WEIGHTS - 1) // TILE_WEIGHTS * TILE_WEIGHTS
+            part_first, part_end = max(first - start, 0), min(end - start, padded_dim)
             if part_first < part_end:
                 out = phase.output + 4 * start
                 _multiply_part(batch, matrix, part, out, part_first, part_end)
                 if phase.residual != 0:
                     part_end = min(part_end, part.out_dim)
                     _add_to_residual(batch, matrix, part, phase.residual, out, part_first, part_end)
-            start += whole_dim
+            start += padded_dim
         finish_items(counters, end - first)
         first, end, num_empty = take_weight_rows(
             counters, batch.num_threads, thread, num_empty, out_dim
@@ -169,7 +169,7 @@ def _multiply_rows(batch, matrix, part, out, span, row, count):  # type: ignore[
         num_slices = (count * row_bytes + _INT8_SLICES_BYTES - 1) // _INT8_SLICES_BYTES
         slice_bytes = (row_bytes // STEP_BYTES + num_slices - 1) // num_slices * STEP_BYTES
         if num_slices == 1:
-            prefetch_bytes = _PREFETCH_BYTES if batch.num_rows == 1 else _PREFETCH_OF_ROWS_BYTES
+            prefetch_bytes = _PREFETCH_BYTES if batch.num_rows == 1 else _PREFETCH_BYTES_MANY_ROWS
     if row > 0:
         prefetch_bytes = 0  # the first rows' tiles have brought the weights
     inputs, out_row = batch.quantized + row * input_bytes, out + row * out_bytes

@@ -11,7 +11,7 @@ from voxlite.engine.kernels.attention_tiles import POWER_COEFFICIENTS as _POWER_
 from voxlite.engine.kernels.intrinsics import floats_at
 
 _LOG2_E: Final = 1.4426950408889634
-# Added to this number, one up to 2^22 in magnitude is rounded to a whole one.
+# Adding this rounds a number up to 2^22 in magnitude to an integer, held in the lowest bits.
 _ROUNDER: Final = 1.5 * 2**23
 
 

@@ -36,8 +36,7 @@ class Kernel:
     def __init__(self, function: Callable[[Any], None]) -> None:
         """Take a function of an int64.
 
-        What it calls in turn has to be there under a name of its module, or else each start
-        compiles it anew.
+        Functions it calls must be names of their modules: Numba doesn't cache closures.
         """
         self._function = function
 
@@ -50,7 +49,7 @@ class Kernel:
         folder = _cache_folder()
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
-            # Where it can't write, Numba would go elsewhere, to a folder for any state of the code.
+            # Where it can't write, Numba falls back to a folder that isn't tied to these sources.
             _check_writable(folder)
             try:
                 return self._compile(cache=True)

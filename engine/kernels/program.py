@@ -94,7 +94,7 @@ def _num_items(batch, phase):  # type: ignore[no-untyped-def]
 
 @njit
 def _run_items(batch, phase, counters):  # type: ignore[no-untyped-def]
-    """Take items of any phase but a product's, until none is left."""
+    """Take items of any phase but MULTIPLY, until none is left."""
     num_items = _num_items(batch, phase)
     item = take_item(counters)
     while item < num_items:

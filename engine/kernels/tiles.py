@@ -290,7 +290,7 @@ def _vnni_lanes(features: Mapping[str, bool]) -> int | None:
 
 _FEATURES: Final = _features()
 # Whether the processor multiplies matrices of bfloat16 (AMX), which PyTorch makes use of.
-HAS_MATRIX_PRODUCT: Final = bool(_FEATURES.get("amx-bf16"))
+HAS_AMX: Final = bool(_FEATURES.get("amx-bf16"))
 _BFLOAT16: Final = _Bfloat16() if _FEATURES.get("avx512bf16") else _WidenedBfloat16()
 # Bytes of an input row that `bfloat16_tile` takes at once: as many as of a weight row where it
 # takes bfloat16, twice as many where it takes float32.

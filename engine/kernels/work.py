@@ -23,9 +23,10 @@ from voxlite.engine.kernels.intrinsics import (
 )
 from voxlite.engine.kernels.tiles import TILE_WEIGHTS
 
-# Weight rows that a thread takes at a time, at most: of the widest layer's 9,216 bytes 64 rows are
-# 576 KiB, little enough for L2.
+# Weight rows that a thread takes at a time, at most: the widest int8 layer's are 9,216 bytes, 64 of
+# them 576 KiB, little enough for L2. A layer is 16 items or more, so that threads end together.
 _MAX_WEIGHT_ROWS: Final = 64
+_MIN_ITEMS: Final = 16
 # Of the weights that it will read first a thread prefetches so many bytes while it waits.
 _PREFETCH_BYTES: Final = 128 << 10
 
@@ -44,7 +45,7 @@ def take_item(counters):  # type: ignore[no-untyped-def]
 
 @njit
 def finish_items(counters, count):  # type: ignore[no-untyped-def]
-    """Say that so many items of a phase are done. Who waits for them sees what was written."""
+    """Add to the atomic counter of finished items. Who waits for it then sees what was written."""
     fetch_add(counters, count)
 
 
@@ -80,7 +81,7 @@ def take_weight_rows(counters, num_threads, thread, num_empty, out_dim):  # type
     Returns:
         The first row and the end, the same where no row is left, and the new `num_empty`.
     """
-    num_taken = min(_MAX_WEIGHT_ROWS, max(out_dim // 16 // TILE_WEIGHTS, 1) * TILE_WEIGHTS)
+    num_taken = min(_MAX_WEIGHT_ROWS, max(out_dim // _MIN_ITEMS // TILE_WEIGHTS, 1) * TILE_WEIGHTS)
     while num_empty < num_threads:
         index = (thread + num_empty) % num_threads
         first = _range_start(index, num_threads, out_dim)

@@ -1,4 +1,4 @@
-"""What encoder and decoder share: RoPE, norms, the transformer block, and a stack of blocks.
+"""What encoder and decoder share: RoPE, norms, a transformer layer, and a stack of layers.
 
 Legend: N rows of a flat batch (positions of many sessions, one after the other, no padding),
 H heads, K key/value heads, D head size.
@@ -23,7 +23,7 @@ from voxlite.engine.model.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Layer:
     """One pre-norm transformer layer: attention and a SwiGLU feed-forward network."""
 
     attention_norm: Tensor  # (dim,)
@@ -68,7 +68,7 @@ class Stack:
     """The layers of encoder or decoder."""
 
     config: TransformerConfig
-    blocks: tuple[Block, ...]
+    layers: tuple[Layer, ...]
 
     def __call__(
         self,
@@ -89,9 +89,9 @@ class Stack:
             pairs = [(cache.keys, cache.values) for cache in caches]
             kernel(x, pairs, batch.rotations, batch.slot_mapping, batch.reads, ffn_scales)
             return x
-        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            scale = None if ffn_scales is None else ffn_scales[layer]
-            x = run_block(x, block, self.config, batch, cache, scale)
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            scale = None if ffn_scales is None else ffn_scales[i]
+            x = run_layer(x, layer, self.config, batch, cache, scale)
         return x
 
     @cached_property
@@ -99,11 +99,11 @@ class Stack:
         """What runs all layers in one call, or None where it can't."""
         config = self.config
         layers = []
-        for block in self.blocks:
-            norms = block.attention_norm, block.ffn_norm
-            wqkv, w13 = (matrix(x, config.dim) for x in (block.wqkv, block.w13))
-            wo = matrix(block.wo, config.num_heads * config.head_size)
-            w2 = matrix(block.w2, config.hidden_dim)
+        for layer in self.layers:
+            norms = layer.attention_norm, layer.ffn_norm
+            wqkv, w13 = (matrix(x, config.dim) for x in (layer.wqkv, layer.w13))
+            wo = matrix(layer.wo, config.num_heads * config.head_size)
+            w2 = matrix(layer.w2, config.hidden_dim)
             if wqkv is None or wo is None or w13 is None or w2 is None:
                 return None
             if any(norm.dtype is not torch.float32 for norm in norms):
@@ -117,9 +117,9 @@ class Stack:
         )
 
 
-def run_block(
+def run_layer(
     x: Tensor,
-    block: Block,
+    layer: Layer,
     config: TransformerConfig,
     batch: AttentionBatch,
     cache: LayerCache,
@@ -131,16 +131,16 @@ def run_block(
         ffn_scale: what multiplies the normed input of the feed-forward network, (N, dim) or (1,
             dim), or None.
     """
-    h = rms_norm(x, block.attention_norm, config.norm_eps)
-    q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in block.wqkv(h))
+    h = rms_norm(x, layer.attention_norm, config.norm_eps)
+    q, k, v = (rows.unflatten(-1, (-1, config.head_size)) for rows in layer.wqkv(h))
     if isinstance(batch.reads, Windows):
         rotate_and_store(q, k, v, batch.rotations, batch.slot_mapping, cache.keys, cache.values)
     else:
         q, k = rotate(q, batch.rotations), rotate(k, batch.rotations)
         cache.write(batch.slot_mapping, k, v)
-    x = x + block.wo(paged_attention(q, cache, batch.reads).flatten(-2))
-    h = rms_norm(x, block.ffn_norm, config.norm_eps)
+    x = x + layer.wo(paged_attention(q, cache, batch.reads).flatten(-2))
+    h = rms_norm(x, layer.ffn_norm, config.norm_eps)
     if ffn_scale is not None:
         h = h * ffn_scale
-    gate, up = block.w13(h)
-    return x + block.w2(F.silu(gate).mul_(up))
+    gate, up = layer.w13(h)
+    return x + layer.w2(F.silu(gate).mul_(up))

@@ -22,7 +22,7 @@ from voxlite.engine.model.checkpoint_files import EMBEDDER, EMBEDDING, ENCODER
 from voxlite.engine.model.decoder import Decoder
 from voxlite.engine.model.encoder import KERNEL, Encoder
 from voxlite.engine.model.int8_cache import Int8Cache
-from voxlite.engine.model.layers import Block, Stack
+from voxlite.engine.model.layers import Layer, Stack
 from voxlite.engine.model.linear import (
     Each,
     Fused,
@@ -227,15 +227,15 @@ def _encoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     encoder, dim, wide = config.encoder, config.encoder.dim, config.decoder.dim
     adapter = f"{EMBEDDER}audio_language_projection."
 
-    def block(i: int) -> Block:
+    def layer(i: int) -> Layer:
         name = f"{ENCODER}transformer.layers.{i}."
-        return _block(builder, name, encoder, has_bias=True)
+        return _transformer_layer(builder, name, encoder, has_bias=True)
 
     return Encoder(
         block_pool_size=config.block_pool_size,
         conv1=builder.conv(ENCODER + "conv_layers.0.conv", dim, config.audio.num_mel_bins),
         conv2=builder.conv(ENCODER + "conv_layers.1.conv", dim, dim),
-        stack=Stack(config=encoder, blocks=tuple(threads.map(block, range(encoder.num_layers)))),
+        stack=Stack(config=encoder, layers=tuple(threads.map(layer, range(encoder.num_layers)))),
         norm=builder.vector(ENCODER + "transformer.norm.weight", dim),
         adapter_in=builder.projection(_Layer(f"{adapter}0", wide, config.block_pool_size * dim)),
         adapter_out=builder.projection(_Layer(f"{adapter}2", wide, wide)),
@@ -246,15 +246,15 @@ def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     decoder, dim = config.decoder, config.decoder.dim
     layers = [f"layers.{i}." for i in range(decoder.num_layers)]
 
-    def block(name: str) -> Block:
-        return _block(builder, name, decoder, has_bias=False)
+    def layer(name: str) -> Layer:
+        return _transformer_layer(builder, name, decoder, has_bias=False)
 
     ada = config.ada_norm_dim
     embedding = builder.tensor(EMBEDDING, config.vocab_size, dim)
     head = threads.submit(builder.head, embedding)
     return Decoder(
         embedding=embedding,
-        stack=Stack(config=decoder, blocks=tuple(threads.map(block, layers))),
+        stack=Stack(config=decoder, layers=tuple(threads.map(layer, layers))),
         delay_down=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.0", ada, dim) for n in layers),
         delay_up=tuple(builder.linear(f"{n}ada_rms_norm_t_cond.2", dim, ada) for n in layers),
         norm=builder.vector("norm.weight", dim),
@@ -262,18 +262,18 @@ def _decoder(builder: _Builder, config: ModelConfig, threads: ThreadPoolExecutor
     )
 
 
-def _block(
+def _transformer_layer(
     builder: _Builder,
     name: str,
     config: TransformerConfig,
     *,
     has_bias: bool,
-) -> Block:
+) -> Layer:
     """Read one layer. With `has_bias`, wq, wv, wo and w2 have one; wk, w1 and w3 never do."""
     dim, hidden, size = config.dim, config.hidden_dim, config.head_size
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     attention, ffn = f"{name}attention.", f"{name}feed_forward."
-    return Block(
+    return Layer(
         attention_norm=builder.vector(f"{name}attention_norm.weight", dim),
         wqkv=builder.projections(
             _Layer(f"{attention}wq", queries, dim, has_bias, rotated_head_size=size),

@@ -135,7 +135,7 @@ def int8_weights(folder: Path, cache: Int8Cache | None = None) -> Weights:
 @torch.inference_mode()
 def outputs(weights: Weights) -> list[torch.Tensor]:
     """Multiply the same rows with one layer of each class."""
-    encoder, decoder = weights.encoder.stack.blocks[-1], weights.decoder.stack.blocks[-1]
+    encoder, decoder = weights.encoder.stack.layers[-1], weights.decoder.stack.layers[-1]
     generator = torch.Generator().manual_seed(3)
     enc = torch.randn(3, weights.encoder.stack.config.dim, generator=generator)
     dec = torch.randn(3, weights.decoder.stack.config.dim, generator=generator)

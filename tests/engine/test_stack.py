@@ -9,7 +9,7 @@ from torch import Tensor
 from voxlite.engine.config import TransformerConfig
 from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
 from voxlite.engine.model.attention import AttentionBatch, LayerCache, first_key
-from voxlite.engine.model.layers import Block, Rope, Stack, run_block
+from voxlite.engine.model.layers import Layer, Rope, Stack, run_layer
 from voxlite.engine.model.linear import (
     Each,
     Fused,
@@ -65,12 +65,12 @@ class Layers:
         return Each(tuple(map(Linear, weights, biases)))
 
     def stack(self, config: TransformerConfig) -> Stack:
-        return Stack(config=config, blocks=tuple(self._block(config) for _ in range(3)))
+        return Stack(config=config, layers=tuple(self._layer(config) for _ in range(3)))
 
-    def _block(self, config: TransformerConfig) -> Block:
+    def _layer(self, config: TransformerConfig) -> Layer:
         dim, hidden, size = config.dim, config.hidden_dim, config.head_size
         queries, keys = config.num_heads * size, config.num_kv_heads * size
-        return Block(
+        return Layer(
             attention_norm=1 + self.normal(dim) / 8,
             wqkv=self.projections(queries, keys, keys, in_dim=dim, has_bias=self._has_bias),
             wo=self.projection(dim, queries),
@@ -100,10 +100,8 @@ def layer_by_layer(
     stack: Stack, x: Tensor, positions: range, caches: list[LayerCache], scales: Tensor | None
 ) -> Tensor:
     reads = batch(stack.config, positions)
-    for layer, (block, cache) in enumerate(zip(stack.blocks, caches, strict=True)):
-        x = run_block(
-            x, block, stack.config, reads, cache, None if scales is None else scales[layer]
-        )
+    for i, (layer, cache) in enumerate(zip(stack.layers, caches, strict=True)):
+        x = run_layer(x, layer, stack.config, reads, cache, None if scales is None else scales[i])
     return x
 
 
@@ -185,12 +183,12 @@ def test_many_rows_of_bfloat16_are_left_to_pytorch() -> None:
 
 def test_layers_that_it_cannot_read_are_left_to_pytorch() -> None:
     stack = Layers(is_int8=False, has_bias=False).stack(WIDE)
-    block = stack.blocks[1]
+    layer = stack.layers[1]
     others = (
-        replace(block, wo=Linear(torch.zeros(96, 384))),
-        replace(block, w13=Each((Linear(torch.zeros(160, 96)), Linear(torch.zeros(160, 96))))),
-        replace(block, ffn_norm=block.ffn_norm.bfloat16()),
-        replace(block, w2=Linear(torch.zeros(96, 160).bfloat16(), torch.zeros(96).bfloat16())),
+        replace(layer, wo=Linear(torch.zeros(96, 384))),
+        replace(layer, w13=Each((Linear(torch.zeros(160, 96)), Linear(torch.zeros(160, 96))))),
+        replace(layer, ffn_norm=layer.ffn_norm.bfloat16()),
+        replace(layer, w2=Linear(torch.zeros(96, 160).bfloat16(), torch.zeros(96).bfloat16())),
     )
     for other in others:
-        assert replace(stack, blocks=(stack.blocks[0], other))._kernel is None
+        assert replace(stack, layers=(stack.layers[0], other))._kernel is None
