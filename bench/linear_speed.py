@@ -27,7 +27,7 @@ _NUM_ROWS: Final = (1, 4, 7)
 
 
 def measure() -> dict[str, list[float]]:
-    """Return GB/s by way of multiplying, a median for each number of rows; ways take turns."""
+    """Return GB/s by way of multiplying, a median for each number of rows, measured alternately."""
     noise = torch.randn(_OUT_DIM, _IN_DIM) / _IN_DIM**0.5
     dense = [noise.bfloat16() for _ in range(_NUM_COPIES)]
     int8 = [Int8Linear(quantize([noise])) for _ in range(_NUM_COPIES)]

@@ -7,7 +7,7 @@ Legend: N rows of the flat batch, H heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +58,18 @@ class LayerWeights(NamedTuple):
     w2: Matrix
 
 
+class _Buffers(NamedTuple):
+    """What phases write for the next ones, float32 (N, dim) but for `quantized`."""
+
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    gate_up: Tensor
+    out: Tensor
+    quantized: Tensor  # uint8, rows as tiles take them
+    row_scales: Tensor
+
+
 class StackProgram:
     """Runs layers on a CPU with a bfloat16 KV cache."""
 
@@ -87,11 +99,11 @@ class StackProgram:
             phases["norm_weight"][_ATTENTION_NORM] = layer.attention_norm.data_ptr()
             phases["norm_weight"][_FFN_NORM] = layer.ffn_norm.data_ptr()
         # From each product on the next one's weights are prefetched, and at first the first one's.
-        self._phases = program.reshape(-1)
-        products_at = np.flatnonzero(self._phases["kind"] == MULTIPLY)
-        addresses = self._phases["matrix"][products_at]
-        self._phases["prefetched_matrix"][products_at[:-1]] = addresses[1:]
-        self._phases["prefetched_matrix"][0] = addresses[0]
+        self._program = program.reshape(-1)
+        products_at = np.flatnonzero(self._program["kind"] == MULTIPLY)
+        addresses = self._program["matrix"][products_at]
+        self._program["prefetched_matrix"][products_at[:-1]] = addresses[1:]
+        self._program["prefetched_matrix"][0] = addresses[0]
         self._num_heads, self._head_size, self._norm_eps = num_heads, head_size, norm_eps
 
     def takes(self, num_rows: int) -> bool:
@@ -121,59 +133,30 @@ class StackProgram:
                 of the feed-forward network, or None.
         """
         rotations = torch.view_as_real(rotations).contiguous()
+        scales = None if scales is None else scales.contiguous()
+        buffers = self._buffers(len(x))
+        phases = self._filled_in(x, buffers, caches, scales)
         num_kv_heads, num_slots, _ = caches[0][0].shape
-        _, wqkv, wo, _, w13, w2 = self._layers[0]
-        normed, qkv, attended, gate_up, out = (
-            torch.empty(len(x), dim)
-            for dim in (
-                wqkv.in_dim,
-                wqkv.out_dim,
-                wo.in_dim,
-                w13.out_dim,
-                max(wo.out_dim, w2.out_dim),
-            )
-        )
-        input_bytes = max(matrix.input_bytes for matrix in (wqkv, wo, w13, w2))
-        quantized = torch.empty(len(x), input_bytes, dtype=torch.uint8)
-        row_scales = torch.empty(len(x))
-        phases = self._phases.copy().reshape(len(self._layers), len(_LAYER))
-        for name, tensors in zip(("keys", "values"), zip(*caches, strict=True), strict=True):
-            phases[name][:, _ROTATE : _ATTEND + 1] = [[tensor.data_ptr()] for tensor in tensors]
-        inputs = {_ATTENTION_NORM: x, _QUANTIZE: attended, _FFN_NORM: x, _GATE: gate_up}
-        outputs = {
-            _ATTENTION_NORM: normed,
-            _WQKV: qkv,
-            _ATTEND: attended,
-            _WO: out,
-            _FFN_NORM: normed,
-            _W13: gate_up,
-            _W2: out,
-        }
-        residuals = {_WO: x, _W2: x}
-        for name, buffers in (("input", inputs), ("output", outputs), ("residual", residuals)):
-            for phase, buffer in buffers.items():
-                phases[name][:, phase] = buffer.data_ptr()
-        scale_row_bytes = 0
-        if scales is not None:
-            scales = scales.contiguous()
-            phases["delay_scale"][:, _FFN_NORM] = [scale.data_ptr() for scale in scales]
-            scale_row_bytes = 4 * scales.stride(1) if scales.shape[1] > 1 else 0
-        row_bytes, head_bytes = 4 * wqkv.out_dim, 4 * self._head_size
-        k = qkv.data_ptr() + self._num_heads * head_bytes
+        head_bytes = 4 * self._head_size
+        q = buffers.qkv.data_ptr()
+        k = q + self._num_heads * head_bytes
+        row_bytes = 4 * buffers.qkv.shape[1]
         run(
-            phases.reshape(-1),
+            phases,
             torch.get_num_threads(),
             num_rows=len(x),
             dim=x.shape[1],
             norm_eps=self._norm_eps,
-            delay_scale_row_bytes=scale_row_bytes,
-            quantized=quantized.data_ptr(),
-            row_scales=row_scales.data_ptr(),
+            delay_scale_row_bytes=(
+                4 * scales.stride(1) if scales is not None and scales.shape[1] > 1 else 0
+            ),
+            quantized=buffers.quantized.data_ptr(),
+            row_scales=buffers.row_scales.data_ptr(),
             num_heads=self._num_heads,
             num_kv_heads=num_kv_heads,
             head_size=self._head_size,
             num_slots=num_slots,
-            q=qkv.data_ptr(),
+            q=q,
             k=k,
             v=k + num_kv_heads * head_bytes,
             q_row_bytes=row_bytes,
@@ -185,3 +168,47 @@ class StackProgram:
             pieces=windows.pieces.data_ptr(),
             num_pieces=len(windows.pieces),
         )
+
+    def _buffers(self, num_rows: int) -> _Buffers:
+        _, wqkv, wo, _, w13, w2 = self._layers[0]
+        input_bytes = max(matrix.input_bytes for matrix in (wqkv, wo, w13, w2))
+        return _Buffers(
+            normed=torch.empty(num_rows, wqkv.in_dim),
+            qkv=torch.empty(num_rows, wqkv.out_dim),
+            attended=torch.empty(num_rows, wo.in_dim),
+            gate_up=torch.empty(num_rows, w13.out_dim),
+            out=torch.empty(num_rows, max(wo.out_dim, w2.out_dim)),
+            quantized=torch.empty(num_rows, input_bytes, dtype=torch.uint8),
+            row_scales=torch.empty(num_rows),
+        )
+
+    def _filled_in(
+        self,
+        x: Tensor,
+        buffers: _Buffers,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        scales: Tensor | None,
+    ) -> np.ndarray[Any, np.dtype[np.void]]:
+        """Return the program with what differs between batches."""
+        program = self._program.copy()
+        phases = program.reshape(len(self._layers), len(_LAYER))
+        for name, tensors in zip(("keys", "values"), zip(*caches, strict=True), strict=True):
+            phases[name][:, _ROTATE : _ATTEND + 1] = [[tensor.data_ptr()] for tensor in tensors]
+        normed, attended, gate_up = buffers.normed, buffers.attended, buffers.gate_up
+        inputs = {_ATTENTION_NORM: x, _QUANTIZE: attended, _FFN_NORM: x, _GATE: gate_up}
+        outputs = {
+            _ATTENTION_NORM: normed,
+            _WQKV: buffers.qkv,
+            _ATTEND: attended,
+            _WO: buffers.out,
+            _FFN_NORM: normed,
+            _W13: gate_up,
+            _W2: buffers.out,
+        }
+        residuals = {_WO: x, _W2: x}
+        for name, places in (("input", inputs), ("output", outputs), ("residual", residuals)):
+            for phase, tensor in places.items():
+                phases[name][:, phase] = tensor.data_ptr()
+        if scales is not None:
+            phases["delay_scale"][:, _FFN_NORM] = [scale.data_ptr() for scale in scales]
+        return program
