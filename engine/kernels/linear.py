@@ -53,6 +53,8 @@ _PREFETCH_BYTES_MANY_ROWS: Final = 8 << 10
 _ZERO_POINT: Final = 128
 # A row's largest magnitude counts as at least 1e-30, so that its scale is above 0.
 _TINY_BITS: Final = int(np.float32(1e-30).view(np.int32))
+# An input row of bfloat16 weights takes as many bytes as so many weight rows.
+_BFLOAT16_INPUT_ROWS: Final = BFLOAT16_INPUT_BYTES // STEP_BYTES
 # Numbers of a step of bfloat16 weights at even positions, and at odd ones.
 _HALF_STEP: Final = STEP_BYTES // 4
 int8_tile = make_int8_tile(TILE_WEIGHTS, _MAX_INT8_INPUTS)
@@ -161,11 +163,11 @@ def _multiply_rows(batch, matrix, part, out, span, row, count):  # type: ignore[
     """Multiply input rows [row, row + count), a tile's, and write their sums."""
     row_bytes, input_bytes, out_bytes = matrix.row_bytes, matrix.input_bytes, 4 * matrix.out_dim
     weights, weights_per_byte = part.weights, 1
-    inputs_per_byte = input_bytes // row_bytes
+    inputs_per_byte = _BFLOAT16_INPUT_ROWS
     slice_bytes, prefetch_bytes = _BFLOAT16_SLICE_BYTES, TILE_WEIGHTS * row_bytes
     is_int8 = matrix.weight_type == INT8
     if is_int8:
-        weights_per_byte = TILE_WEIGHTS  # interleaved
+        weights_per_byte, inputs_per_byte = TILE_WEIGHTS, 1  # interleaved
         num_slices = (count * row_bytes + _INT8_SLICES_BYTES - 1) // _INT8_SLICES_BYTES
         slice_bytes = (row_bytes // STEP_BYTES + num_slices - 1) // num_slices * STEP_BYTES
         if num_slices == 1:
@@ -196,13 +198,12 @@ def _multiply_bfloat16_row(batch, matrix, part, out, first, end):  # type: ignor
     Two at once would gain nothing, since one input row leaves the processor time to spare.
     """
     row_bytes, inputs, weights = matrix.row_bytes, batch.quantized, part.weights
-    input_bytes = matrix.input_bytes
-    inputs_per_byte = input_bytes // row_bytes
+    input_bytes = _BFLOAT16_INPUT_ROWS * row_bytes
     for i in range(first, end):
         for at in range(0, row_bytes, _BFLOAT16_SLICE_BYTES):
             bfloat16_row(
                 (weights + i * row_bytes + at, row_bytes),
-                (inputs + inputs_per_byte * at, input_bytes),
+                (inputs + _BFLOAT16_INPUT_ROWS * at, input_bytes),
                 (out + 4 * i, 4),
                 min(_BFLOAT16_SLICE_BYTES, row_bytes - at),
                 _PREFETCH_BYTES,
