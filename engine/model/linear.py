@@ -120,6 +120,7 @@ def matrix(layers: Projection | Projections, in_dim: int) -> Matrix | None:
         match part:
             case Linear(weight, bias) if fits_bfloat16_linear(weight):
                 pairs.append((weight, bias))
+            # int8 weights of one input are one part: `Fused` quantizes them together.
             case Int8Linear(tiles, bias) if len(parts) == 1:
                 pairs.append((tiles, bias))
             case _:

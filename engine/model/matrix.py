@@ -77,6 +77,7 @@ class Matrix(NamedTuple):
                 bias is (out,) float32.
         """
         assert len(parts) <= MAX_PARTS
+        assert len({type(weight) for weight, _ in parts}) == 1
         tensors: list[Tensor] = []
         records = np.zeros(MAX_PARTS, PART)
         for record, (weight, bias) in zip(records, parts, strict=False):
@@ -84,7 +85,7 @@ class Matrix(NamedTuple):
             fields: tuple[Tensor, ...]
             if isinstance(weight, Int8Tiles):
                 names, fields = ("weights", "scales", "sums"), tuple(weight)
-                record["out_dim"] = len(weight.scales)
+                record["out_dim"] = len(weight.sums)
             else:
                 fields = (weight,)
                 record["out_dim"] = len(weight)

@@ -29,7 +29,7 @@ def int8_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None) -> Tensor:
     Returns:
         (N, out) float32.
     """
-    return _linear(x, Matrix.of([(weight, bias)], x.shape[1]))[:, : len(weight.scales)]
+    return _linear(x, Matrix.of([(weight, bias)], x.shape[1]))[:, : len(weight.sums)]
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
