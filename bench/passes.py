@@ -80,7 +80,8 @@ class Passes:
     def _encode(self, num_tokens: int) -> Tensor:
         # Behind a full window, as most of a stream is.
         first = self._kv_cache.encoder.spec.past_tokens
-        self._kv_cache.encoder.make_room(0, 0, first)
+        for block in self._kv_cache.encoder.make_room(0, 0, first).blocks:
+            self._runner.encoder_cache.fill(block, 0)
         job = EncodeJob(
             spans=self._noise.standard_normal((num_tokens, self._span_samples), np.float32),
             conv_state=self._runner.initial_conv_state(),

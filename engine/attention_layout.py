@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,9 @@ class Part(NamedTuple):
         end = self.first + self.num_frames
         return [*range(self.first, end), *range(end - self.num_alternatives, end)]
 
-    def first_key(self, window: int) -> int:
-        return first_key(self.first, window)
+    def first_key(self, position: int, window: int) -> int:
+        """Return the oldest position that the query at `position` reads."""
+        return max(first_key(position, window), self.table.first_frame)
 
 
 def lay_out(
@@ -57,17 +59,15 @@ def lay_out(
     """
     device = cache.device
     positions = [position for part in parts for position in part.row_positions]
-    slots = [
-        slot for part in parts for run in part.table.slot_runs(part.first, part.end) for slot in run
-    ]
+    slots = np.concatenate([part.table.slots(part.first, part.end) for part in parts])
     reads: Windows | tuple[Segment, ...]
     if fits_windowed_attention(cache, transformer.num_heads):
         reads = windows(parts, transformer.window, transformer.num_heads // len(cache))
     else:
         reads = tuple(segments(parts, transformer.window, cache))
     return AttentionBatch(
-        rope.rotations(_ids(positions, device)),
-        _ids(slots, device),
+        rope.rotations(torch.tensor(positions, device=device)),
+        torch.from_numpy(slots).to(device),
         reads,
     )
 
@@ -76,13 +76,13 @@ def windows(parts: Sequence[Part], window: int, groups: int) -> Windows:
     """Make what the kernel reads: `groups` is the number of queries of a key/value head."""
     sessions = []
     for part in parts:
-        part.table.check_held(part.first_key(window), part.end)
         frames = [
-            (first_key(position, window), position, own)
+            (part.first_key(position, window), position, own)
             for own, position in enumerate(part.row_positions, part.first)
         ]
-        sessions.append((part.table.ring, frames))
-    return Windows.of(sessions, groups)
+        part.table.check_held(frames[0][0], part.end)
+        sessions.append((part.table.blocks, part.table.first_block, frames))
+    return Windows.of(sessions, parts[0].table.frames_per_block, groups)
 
 
 def segments(parts: Sequence[Part], window: int, cache: Tensor) -> Iterator[Segment]:
@@ -91,18 +91,16 @@ def segments(parts: Sequence[Part], window: int, cache: Tensor) -> Iterator[Segm
     for part in parts:
         rows = slice(first_row, first_row + part.num_rows)
         first_row = rows.stop
-        key_runs = tuple(part.table.slot_runs(part.first_key(window), part.end))
+        oldest_key = part.first_key(part.first, window)
         mask = None
         if part.num_rows > 1:
             mask = window_mask(
+                oldest_key,
                 part.first,
                 part.num_frames,
                 window,
                 cache.device,
                 num_alternatives=part.num_alternatives,
             )
-        yield Segment(rows, key_runs, mask)
-
-
-def _ids(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+        slots = torch.from_numpy(part.table.slots(oldest_key, part.end))
+        yield Segment(rows, slots.to(cache.device), mask)

@@ -1,81 +1,60 @@
-"""A pool of KV-cache blocks: which are free, reserved for a session, or held by one.
+"""A pool of KV-cache blocks: a free list, and how many tables hold each block.
 
-In: reservations and allocations by block id. Out: runs of neighbouring block ids. It knows nothing
-of tensors, windows or sessions. A reservation is one contiguous run, so that a session's window can
-be read in place (two slices at most, see `kv_cache_manager.BlockTable`).
+In and out: block ids. It knows nothing of tensors, windows or sessions: any block serves anybody.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
-from voxlite.engine.errors import Overloaded
-
-_FREE: Final = 0
-_RESERVED: Final = 1
-_HELD: Final = 2
-
 
 class BlockPool:
-    """Own `num_blocks` blocks; each is free, reserved or held.
-
-    free --reserve--> reserved --allocate--> held --free--> reserved --cancel--> free
-    """
+    """Own `num_blocks` blocks; each is free, or held by one table or, shared, by several."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"{num_blocks=}: at least 1 is needed")
-        self._states = bytearray(num_blocks)
+        self._ref_counts = [0] * num_blocks
+        # The block freed last is taken first: its memory is in use already.
+        self._free = list(reversed(range(num_blocks)))
 
     @property
     def num_blocks(self) -> int:
-        return len(self._states)
+        return len(self._ref_counts)
 
     @property
     def num_free_blocks(self) -> int:
-        return self._states.count(_FREE)
-
-    @property
-    def num_reserved_blocks(self) -> int:
-        """Blocks promised to a session and not in use by it now."""
-        return self._states.count(_RESERVED)
+        return len(self._free)
 
     @property
     def num_held_blocks(self) -> int:
-        return self._states.count(_HELD)
+        return len(self._ref_counts) - len(self._free)
 
-    def reserve(self, num_blocks: int) -> range:
-        """Reserve a contiguous run of blocks, the lowest that fits.
+    def ref_count(self, block: int) -> int:
+        """Return how many tables hold a block."""
+        return self._ref_counts[block]
 
-        Raises:
-            Overloaded: no run of that length is free.
-        """
-        first = self._states.find(bytes(num_blocks))
-        if first < 0:
-            raise Overloaded(
-                f"{num_blocks} KV-cache blocks in a row are needed, {self.num_free_blocks} of "
-                f"{self.num_blocks} are free"
-            )
-        reservation = range(first, first + num_blocks)
-        self._move(reservation, _FREE, _RESERVED)
-        return reservation
+    def allocate(self) -> int | None:
+        """Take a block off the free list; None where it is empty."""
+        if not self._free:
+            return None
+        block = self._free.pop()
+        self._ref_counts[block] = 1
+        return block
 
-    def cancel(self, reservation: range) -> None:
-        """Give back a reservation, none of whose blocks is held."""
-        self._move(reservation, _RESERVED, _FREE)
+    def share(self, block: int) -> None:
+        """Let another table hold a block that one holds already."""
+        assert self._ref_counts[block] > 0, block
+        self._ref_counts[block] += 1
 
-    def allocate(self, blocks: range) -> None:
-        """Turn reserved blocks into held ones."""
-        self._move(blocks, _RESERVED, _HELD)
+    def free(self, block: int) -> bool:
+        """Give back one table's hold on a block. Return whether it was the last one."""
+        assert self._ref_counts[block] > 0, block
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] > 0:
+            return False
+        self._free.append(block)
+        return True
 
-    def free(self, blocks: range) -> None:
-        """Turn held blocks back into reserved ones."""
-        self._move(blocks, _HELD, _RESERVED)
-
-    def is_held(self, block: int) -> bool:
-        return self._states[block] == _HELD
-
-    def _move(self, blocks: range, before: int, after: int) -> None:
-        states = self._states[blocks.start : blocks.stop]
-        assert states.count(before) == len(blocks), (blocks, before, bytes(states))
-        self._states[blocks.start : blocks.stop] = bytes([after]) * len(blocks)
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the blocks on the free list are those that nobody holds."""
+        unheld = [block for block, count in enumerate(self._ref_counts) if count == 0]
+        assert sorted(self._free) == unheld, (sorted(self._free), unheld)

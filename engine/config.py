@@ -21,6 +21,7 @@ STREAMING_WORD_ID: Final = 33
 LEGAL_DELAYS_MS: Final = (*range(80, 1201, 80), 2400)
 
 
+MAX_NUM_DRAFT_TOKENS: Final = 3
 _MAX_BUFFERED_SECONDS: Final = 86_400
 # No dimension of a sane model is beyond this.
 _MAX_DIMENSION: Final = 2**20
@@ -80,6 +81,14 @@ class AudioConfig:
     @property
     def mel_frames_per_token(self) -> int:
         return self.samples_per_token // self.hop_samples
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens at the start of which none reads an utterance's audio.
+
+        The last token of the left padding reads 40 samples of what follows it.
+        """
+        return self.num_left_pad_tokens - 1
 
     @property
     def span_samples(self) -> int:
@@ -314,6 +323,9 @@ class EngineConfig:
     # The encoder reads its weights once for this many tokens where audio is waiting; more tokens
     # cost more KV blocks per session: cdiv(188 + 48 - 1, 16) + 1 = 16 instead of 13 at one.
     max_encode_tokens: int = 48
+    # What a session's decoder window is never cut below where the KV cache is full: 82 s. A first
+    # minute fits, with its prompt and the longest delay: 32 + 750 + 30 + 41 tokens.
+    min_window_tokens: int = 1024
     # Where audio is waiting, guess so many next tokens and check them in one pass; None takes what
     # suits weights and device. The text is the same with any number.
     num_draft_tokens: int | None = None
@@ -327,11 +339,14 @@ class EngineConfig:
             raise InvalidInput(f"device {self.device!r}: one of auto, cpu, cuda")
         if self.quantization not in ("none", "int8"):
             raise InvalidInput(f"quantization {self.quantization!r}: one of none, int8")
-        for name in ("max_num_seqs", "block_size", "max_encode_tokens"):
+        for name in ("max_num_seqs", "block_size", "max_encode_tokens", "min_window_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: at least 1 is needed")
-        if self.num_draft_tokens is not None and not 0 <= self.num_draft_tokens <= 3:
-            raise InvalidInput(f"num_draft_tokens={self.num_draft_tokens}: 0 to 3 are possible")
+        num_drafts = self.num_draft_tokens
+        if num_drafts is not None and not 0 <= num_drafts <= MAX_NUM_DRAFT_TOKENS:
+            raise InvalidInput(
+                f"num_draft_tokens={num_drafts}: 0 to {MAX_NUM_DRAFT_TOKENS} are possible"
+            )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise InvalidInput(f"kv_cache_gib={self.kv_cache_gib}: more than 0 is needed")
         if not 1 <= self.max_buffered_seconds <= _MAX_BUFFERED_SECONDS:

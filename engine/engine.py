@@ -82,7 +82,7 @@ class Engine:
         self._runner = model.runner
         self.max_sessions, self._kv_cache = make_kv_cache(config, model.config, model.runner)
         set_up_process(model.runner)
-        self._prefix = PrefixCache(self._runner, self.model_config.audio)
+        self._prefix = PrefixCache(self._runner, self._kv_cache, self.model_config.audio)
         num_draft_tokens = config.num_draft_tokens
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(
@@ -214,6 +214,7 @@ class Engine:
             num_drafted_tokens=self._num_drafted_tokens,
             num_free_encoder_blocks=self._kv_cache.encoder.pool.num_free_blocks,
             num_free_decoder_blocks=self._kv_cache.decoder.pool.num_free_blocks,
+            num_given_up_blocks=self._kv_cache.decoder.num_given_up_blocks,
             step_age_s=None if started_s is None else monotonic() - started_s,
             failure=self._failure,
         )
@@ -267,24 +268,23 @@ class Engine:
         jobs = []
         for session, num_tokens in plans:
             with self._isolated(session):
-                num_copied = self._copy_encoded_prefix(session, num_tokens)
-                jobs.append((session, self._encode_job(session, num_tokens - num_copied)))
+                num_shared = self._start_encoder(session, num_tokens)
+                jobs.append((session, self._encode_job(session, num_tokens - num_shared)))
         for session, result in self._run(jobs, self._runner.encode):
             session.store(result)
         return sum(plan.num_tokens for plan in plans)
 
-    def _copy_encoded_prefix(self, session: ActiveSession, num_tokens: int) -> int:
-        """Copy the start that all utterances share into one that begins. Return how many tokens.
+    def _start_encoder(self, session: ActiveSession, num_tokens: int) -> int:
+        """Begin an utterance with the start that all share. Return how many tokens that gives.
 
         Args:
-            num_tokens: how many it is to encode; with no more than the prefix, none are copied.
+            num_tokens: how many it is to encode; with no more than the prefix, none are shared.
         """
         audio, num_shared = session.current.audio, self._prefix.num_tokens
         if audio.num_taken_tokens > 0 or num_tokens <= num_shared:
             return 0
         audio.take(num_shared)
-        table = self._kv_cache.encoder.make_room(session.session_id, 0, num_shared)
-        session.store(self._prefix.encode(table))
+        session.store(self._prefix.encode(session.session_id))
         return num_shared
 
     def _encode_job(self, session: ActiveSession, num_tokens: int) -> EncodeJob:
@@ -302,8 +302,8 @@ class Engine:
         jobs = []
         for session, num_drafts in plans:
             with self._isolated(session):
-                num_copied = self._copy_decoded_prefix(session)
-                jobs.append((session, self._decode_job(session, num_copied, num_drafts)))
+                num_shared = self._start_decoder(session)
+                jobs.append((session, self._decode_job(session, num_shared, num_drafts)))
         self._num_drafted_tokens += sum(job.num_drafts for _, job in jobs)
         drafted = {session.session_id: num_drafts for session, num_drafts in plans}
         for session, results in self._run(jobs, self._runner.decode):
@@ -316,23 +316,21 @@ class Engine:
                         self._kv_cache.reset(session.session_id)
         return len(jobs)
 
-    def _copy_decoded_prefix(self, session: ActiveSession) -> int:
-        """Copy the start that all utterances share into one that begins. Return how many tokens."""
+    def _start_decoder(self, session: ActiveSession) -> int:
+        """Begin an utterance with the start that all share. Return how many tokens that gives."""
         utterance = session.current
         if utterance.position > 0 or not self._prefix.is_encoded:
             return 0
-        num_shared = self._prefix.num_tokens
-        table = self._kv_cache.decoder.make_room(session.session_id, 0, num_shared)
-        self._prefix.decode(table, utterance.delay_ms)
-        return num_shared
+        self._prefix.decode(session.session_id, utterance.delay_ms)
+        return self._prefix.num_tokens
 
-    def _decode_job(self, session: ActiveSession, num_copied: int, num_drafts: int) -> DecodeJob:
-        """Return the job of the input positions after the `num_copied` ones in the cache."""
+    def _decode_job(self, session: ActiveSession, num_shared: int, num_drafts: int) -> DecodeJob:
+        """Return the job of the input positions after the `num_shared` ones in the cache."""
         utterance = session.current
-        first = utterance.position + num_copied
-        token_ids = utterance.input_ids[num_copied:]
+        first = utterance.position + num_shared
+        token_ids = utterance.input_ids[num_shared:]
         return DecodeJob(
-            adapter=utterance.adapter[num_copied:][: len(token_ids) + num_drafts],
+            adapter=utterance.adapter[num_shared:][: len(token_ids) + num_drafts],
             token_ids=token_ids,
             num_drafts=num_drafts,
             delay_ms=utterance.delay_ms,

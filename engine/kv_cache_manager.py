@@ -1,4 +1,4 @@
-"""The paged sliding-window KV cache as bookkeeping: specs, block tables, admission by reservation.
+"""The paged sliding-window KV cache as bookkeeping: specs, block tables, who gives up what.
 
 In: sessions, and the token positions that they are about to compute. Out: block tables that say in
 which cache slots those and all earlier positions in the window lie. No torch here; the tensors are
@@ -8,11 +8,20 @@ alike: an encoder token is a pooled entry of `block_pool_size` encoder frames.
 
 from __future__ import annotations
 
+import logging
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from voxlite.engine.block_pool import BlockPool
 from voxlite.engine.config import TransformerConfig, cdiv
+from voxlite.engine.errors import Overloaded
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,152 +100,207 @@ def make_kv_cache_spec(
 
 @dataclass(slots=True)
 class BlockTable:
-    """Where a session's blocks lie: block b of its stream is `reservation[b % len(reservation)]`.
+    """Where a session's keys and values lie: block b of its stream is `blocks[b - first_block]`.
 
-    Held are the blocks [first_block, end_block) of the stream. They use the reservation as a ring,
-    and so lie in one run of neighbours, or in two where the ring wraps:
+    It grows at the end, a block at a time, and drops blocks from its front:
 
-        reservation 40..44, held [3, 7)      stream    3  4  5  6
-                                             pool     43 44 40 41   -> runs [43, 45), [40, 42)
+        stream       3  4  5  6
+        pool        41  7 88 12    -> first_block = 3, blocks = [41, 7, 88, 12]
     """
 
-    reservation: range
     frames_per_block: int
     first_block: int = 0
-    end_block: int = 0
+    # Ids in the pool, as int64 in one stretch of memory: a kernel reads them where they are.
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    num_shared: int = 0  # of the first blocks, which others hold too
+    num_given_up: int = 0
 
     @property
-    def num_blocks(self) -> int:
-        return self.end_block - self.first_block
+    def end_block(self) -> int:
+        return self.first_block + len(self.blocks)
 
     @property
-    def ring(self) -> range:
-        """The cache slots of the reservation: frame f of the stream lies in ring[f % len(ring)]."""
-        reservation, per_block = self.reservation, self.frames_per_block
-        return range(reservation.start * per_block, reservation.stop * per_block)
+    def num_own(self) -> int:
+        """Blocks that nobody else holds."""
+        return len(self.blocks) - self.num_shared
 
-    def check_held(self, first_frame: int, end_frame: int) -> None:
-        """Raise AssertionError unless the frames [first_frame, end_frame) have their slots."""
-        assert self.first_block * self.frames_per_block <= first_frame
-        assert end_frame <= self.end_block * self.frames_per_block
+    @property
+    def first_frame(self) -> int:
+        """The oldest frame whose keys and values are here."""
+        return self.first_block * self.frames_per_block
 
-    def block_runs(self, first_block: int, end_block: int) -> list[range]:
-        """Return the pool's block ids of stream blocks [first_block, end_block), as runs."""
-        return self._runs(first_block, end_block, blocks_to_units=1)
-
-    def slot_runs(self, first_frame: int, end_frame: int) -> list[range]:
-        """Return the cache slots of the stream's frames [first_frame, end_frame), as runs.
+    def slots(self, first_frame: int, end_frame: int) -> NDArray[np.int64]:
+        """Return the cache slots of the stream's frames [first_frame, end_frame).
 
         The cache of a layer has `frames_per_block` slots for each block of the pool.
         """
+        per_block = self.frames_per_block
         self.check_held(first_frame, end_frame)
-        return self._runs(first_frame, end_frame, blocks_to_units=self.frames_per_block)
+        frames = np.arange(first_frame - self.first_frame, end_frame - self.first_frame)
+        blocks = np.array(self.blocks)[frames // per_block]
+        slots: NDArray[np.int64] = blocks * per_block + frames % per_block
+        return slots
 
-    def slot(self, frame: int) -> int:
-        """Return the cache slot of one of the stream's frames."""
-        return self.slot_runs(frame, frame + 1)[0].start
-
-    def _runs(self, first: int, end: int, blocks_to_units: int) -> list[range]:
-        ring = len(self.reservation) * blocks_to_units
-        offset = self.reservation.start * blocks_to_units
-        runs = []
-        while first < end:
-            num = min(end - first, ring - first % ring)
-            runs.append(range(offset + first % ring, offset + first % ring + num))
-            first += num
-        return runs
+    def check_held(self, first_frame: int, end_frame: int) -> None:
+        """Raise AssertionError unless the frames [first_frame, end_frame) have their slots."""
+        assert self.first_frame <= first_frame
+        assert end_frame <= self.end_block * self.frames_per_block
 
 
-def _ignore(blocks: range) -> None:
-    del blocks
+def _ignore(block: int) -> None:
+    del block
 
 
 @dataclass(slots=True)
 class SlidingWindowManager:
     """Own the block tables of one stack: make room ahead of a step, free what left the window.
 
-    `on_free` is told each run of blocks that is no longer held.
+    Every session is guaranteed `blocks_per_session` blocks; what the pool has beyond goes to those
+    that need it. Where that isn't whole windows for all, and the pool is empty, the session that
+    holds most gives up its oldest block, and reads a shorter window until it has grown again.
     """
 
     spec: KVCacheSpec
     pool: BlockPool
     blocks_per_session: int
-    on_free: Callable[[range], None] = _ignore
+    # Told each block that nobody holds any longer.
+    on_free: Callable[[int], None] = _ignore
     tables: dict[int, BlockTable] = field(default_factory=dict)
+    # Starts that sessions share, kept for good: block tables by whatever tells them apart.
+    prefixes: dict[int, BlockTable] = field(default_factory=dict)
+    num_given_up_blocks: int = 0
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        return sum(len(prefix.blocks) for prefix in self.prefixes.values())
 
     def admit(self, session_id: int) -> None:
-        """Reserve all that the session can ever hold, so that it never waits for another's blocks.
+        """Make an empty block table.
 
         Raises:
-            Overloaded: the pool has no room for another session.
+            Overloaded: the pool can't guarantee another session its blocks.
         """
         assert session_id not in self.tables
-        reservation = self.pool.reserve(self.blocks_per_session)
-        self.tables[session_id] = BlockTable(reservation, self.spec.frames_per_block)
+        num_blocks = self.pool.num_blocks - self.num_prefix_blocks
+        if (len(self.tables) + 1) * self.blocks_per_session > num_blocks:
+            raise Overloaded(
+                f"{len(self.tables)} sessions are guaranteed {self.blocks_per_session} KV-cache "
+                f"blocks each, of {num_blocks}: there is no room for another"
+            )
+        self.tables[session_id] = BlockTable(self.spec.frames_per_block)
 
     def make_room(self, session_id: int, position: int, num_tokens: int) -> BlockTable:
         """Free what the tokens [position, position + num_tokens) don't read; hold what they write.
 
+        Other sessions' tables may lose their oldest block: what is to be read is laid out when room
+        has been made for all sessions of a batch.
+
         Returns the session's own table: valid until the next call for this session.
         """
         table = self.tables[session_id]
-        first_block = self.spec.first_needed_token(position) // self.spec.block_size
-        self._free_until(table, first_block)
-        end_block = cdiv(position + num_tokens, self.spec.block_size)
-        for run in table.block_runs(table.end_block, end_block):
-            self.pool.allocate(run)
-        table.end_block = max(table.end_block, end_block)
+        self._free_until(table, self.spec.first_needed_token(position) // self.spec.block_size)
+        assert position >= (table.first_block + table.num_shared) * self.spec.block_size
+        self._extend(table, position + num_tokens)
+        return table
+
+    def prefix(self, key: int, num_tokens: int) -> BlockTable:
+        """Return a shared start's block table, made at the first call."""
+        if key not in self.prefixes:
+            self.prefixes[key] = BlockTable(self.spec.frames_per_block)
+            self._extend(self.prefixes[key], num_tokens)
+        return self.prefixes[key]
+
+    def start_behind(self, session_id: int, prefix: BlockTable, num_tokens: int) -> BlockTable:
+        """Begin a session's empty table with the `num_tokens` tokens of a prefix.
+
+        Whole blocks are shared. The last one, if it isn't full, is the session's own, and still to
+        be copied: the frames from `num_shared` blocks on.
+        """
+        table = self.tables[session_id]
+        assert table.end_block == 0
+        table.num_shared = num_tokens // self.spec.block_size
+        for block in prefix.blocks[: table.num_shared]:
+            self.pool.share(block)
+            table.blocks.append(block)
+        self._extend(table, num_tokens)
         return table
 
     def reset(self, session_id: int) -> None:
         """Free all blocks of a session, which starts again at position 0 and stays admitted."""
         table = self.tables[session_id]
         self._free_until(table, table.end_block)
-        table.first_block = table.end_block = 0
+        table.first_block = 0
 
     def release(self, session_id: int) -> None:
-        """Free all blocks of a session and give back its reservation."""
+        """Free all blocks of a session, and forget it."""
         self.reset(session_id)
-        self.pool.cancel(self.tables.pop(session_id).reservation)
+        del self.tables[session_id]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is accounted for exactly once."""
-        pool = self.pool
-        held = [
-            block
-            for table in self.tables.values()
-            for run in table.block_runs(table.first_block, table.end_block)
-            for block in run
-        ]
-        assert len(held) == len(set(held)) == pool.num_held_blocks, (held, pool.num_held_blocks)
-        assert all(pool.is_held(block) for block in held)
-        assert pool.num_blocks == (
-            pool.num_free_blocks + pool.num_reserved_blocks + pool.num_held_blocks
-        )
-        promised = len(self.tables) * self.blocks_per_session
-        assert pool.num_reserved_blocks + pool.num_held_blocks == promised
-        assert all(t.num_blocks <= self.blocks_per_session for t in self.tables.values())
+        """Raise AssertionError unless each block is held as often as tables name it."""
+        self.pool.check_integrity()
+        tables = [*self.tables.values(), *self.prefixes.values()]
+        counts = Counter(block for table in tables for block in table.blocks)
+        assert len(counts) == self.pool.num_held_blocks
+        for block, count in counts.items():
+            assert self.pool.ref_count(block) == count, (block, count)
+        for table in self.tables.values():
+            own = table.blocks[table.num_shared :]
+            assert all(counts[block] == 1 for block in own), own
+
+    def _extend(self, table: BlockTable, end_token: int) -> None:
+        end_block = cdiv(end_token, self.spec.block_size)
+        while table.end_block < end_block:
+            while (block := self.pool.allocate()) is None:
+                self._take_from_longest(table)
+            table.blocks.append(block)
+
+    def _take_from_longest(self, needy: BlockTable) -> None:
+        """Make the session that holds most give up its oldest block.
+
+        There is one beyond what it is guaranteed, or else all hold just that, and the needy one
+        moves on in its own window.
+        """
+        longest = max(self.tables.values(), key=lambda table: table.num_own)
+        if longest.num_own <= self.blocks_per_session:
+            longest = needy
+        assert longest.num_own >= self.blocks_per_session
+        if longest.num_given_up == 0:
+            session_id = next(i for i, table in self.tables.items() if table is longest)
+            logger.warning(
+                "session %d reads a shorter window from here on, now %d tokens: all %d KV-cache "
+                "blocks are in use; fewer sessions (--max-num-seqs) or more memory "
+                "(--kv-cache-gib) keep windows whole",
+                session_id,
+                (len(longest.blocks) - 1) * self.spec.block_size,
+                self.pool.num_blocks,
+            )
+        longest.num_given_up += 1
+        self.num_given_up_blocks += 1
+        self._free_until(longest, longest.first_block + 1)
 
     def _free_until(self, table: BlockTable, first_block: int) -> None:
-        first_block = min(first_block, table.end_block)
-        for run in table.block_runs(table.first_block, first_block):
-            self.pool.free(run)
-            self.on_free(run)
-        table.first_block = max(table.first_block, first_block)
+        num_blocks = max(0, min(first_block - table.first_block, len(table.blocks)))
+        for block in table.blocks[:num_blocks]:
+            if self.pool.free(block):
+                self.on_free(block)
+        del table.blocks[:num_blocks]
+        table.first_block += num_blocks
+        table.num_shared = max(0, table.num_shared - num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheManager:
-    """Admit sessions to both stacks' caches together, or to neither."""
+    """The caches of both stacks, which admit a session together or not at all."""
 
     encoder: SlidingWindowManager
     decoder: SlidingWindowManager
 
     def admit(self, session_id: int) -> None:
-        """Reserve a session's blocks.
+        """Make a session's block tables.
 
         Raises:
-            Overloaded: one of the pools has no room; nothing is reserved then.
+            Overloaded: one of the pools has no room; nothing changes then.
         """
         self.encoder.admit(session_id)
         try:

@@ -22,7 +22,7 @@ from voxlite.engine.audio.log_mel import LogMel
 from voxlite.engine.config import LEGAL_DELAYS_MS, ModelConfig, TransformerConfig
 from voxlite.engine.drafting import ROWS_PER_DRAFT, drafted_ids, right_rows
 from voxlite.engine.kv_cache_manager import BlockTable, KVCacheSpec
-from voxlite.engine.model.attention import KVCache, LayerCache
+from voxlite.engine.model.attention import KVCache
 from voxlite.engine.model.encoder import ConvState
 from voxlite.engine.model.int8_cache import Int8Cache
 from voxlite.engine.model.layers import Rope
@@ -138,7 +138,8 @@ class ModelRunner:
         self._log_mel = LogMel(config.audio)
         self._encoder_rope = Rope(config.encoder, device)
         self._decoder_rope = Rope(config.decoder, device)
-        self.encoder_cache = self.decoder_cache = KVCache((), 0)
+        self.encoder_cache: KVCache
+        self.decoder_cache: KVCache
         self._delay_rows = {delay_ms: row for row, delay_ms in enumerate(LEGAL_DELAYS_MS)}
         with torch.inference_mode():
             self._delay_scales = torch.stack(
@@ -267,8 +268,10 @@ class ModelRunner:
             )
             if right[-1] > job.num_drafts:
                 last_known = job.first_position + job.num_known - 1
-                sources.append(job.table.slot(last_known + right[-1]))
-                targets.append(job.table.slot(last_known + right[-1] - job.num_drafts))
+                source = last_known + right[-1]
+                target = source - job.num_drafts
+                sources += job.table.slots(source, source + 1).tolist()
+                targets += job.table.slots(target, target + 1).tolist()
         if sources:
             self.decoder_cache.move(self._ids(sources), self._ids(targets))
         return kept
@@ -276,13 +279,10 @@ class ModelRunner:
     def _make_cache(
         self, transformer: TransformerConfig, spec: KVCacheSpec, num_blocks: int
     ) -> KVCache:
-        shape = (transformer.num_kv_heads, num_blocks * spec.frames_per_block, spec.head_size)
-
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-        layers = tuple(LayerCache(empty(), empty()) for _ in range(transformer.num_layers))
-        return KVCache(layers, spec.frames_per_block)
+        num_slots = num_blocks * spec.frames_per_block
+        shape = (2, transformer.num_layers, transformer.num_kv_heads, num_slots, spec.head_size)
+        storage = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return KVCache(storage, spec.frames_per_block)
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -32,5 +32,6 @@ class EngineStats:
     num_drafted_tokens: int
     num_free_encoder_blocks: int
     num_free_decoder_blocks: int
+    num_given_up_blocks: int  # of the decoder, by sessions whose windows were cut to fit
     step_age_s: float | None
     failure: EngineFailure | None

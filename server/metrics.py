@@ -132,3 +132,8 @@ class _EngineCollector(Collector):
         blocks.add_metric(["encoder"], stats.num_free_encoder_blocks)
         blocks.add_metric(["decoder"], stats.num_free_decoder_blocks)
         yield blocks
+        yield CounterMetricFamily(
+            "voxlite_kv_cache_given_up_blocks",
+            "Blocks that a session gave up before they left its window, for want of free ones.",
+            value=stats.num_given_up_blocks,
+        )

@@ -51,12 +51,13 @@ _SCRATCH: Final = np.dtype(
         ("weights", np.float32, (MAX_QUERIES, CHUNK)),
         ("states", STATE, (MAX_QUERIES,)),
         ("keys", np.int64, (CHUNK,)),  # addresses of a chunk's keys
+        ("next_keys", np.int64, (CHUNK,)),
         ("values", np.int64, (CHUNK,)),
     ]
 )
-_SUMS_AT, _COLUMNS_AT, _WEIGHTS_AT, _STATES_AT, _KEYS_AT, _VALUES_AT = (
+_SUMS_AT, _COLUMNS_AT, _WEIGHTS_AT, _STATES_AT, _KEYS_AT, _NEXT_KEYS_AT, _VALUES_AT = (
     int(_SCRATCH.fields[name][1])  # type: ignore[index]
-    for name in ("sums", "columns", "weights", "states", "keys", "values")
+    for name in ("sums", "columns", "weights", "states", "keys", "next_keys", "values")
 )
 _SCRATCH_BYTES: Final = _SCRATCH.itemsize
 _STATE_BYTES: Final = STATE.itemsize
@@ -82,10 +83,24 @@ def attend_item(batch, phase, item):  # type: ignore[no-untyped-def]
     span = _span(piece.num_rows, reads)
     start = chunk = span[0] // CHUNK * CHUNK
     _load_queries(batch, piece, groups, head_at, reads, start, scratch)
+    keys_at, next_keys_at = scratch + _KEYS_AT, scratch + _NEXT_KEYS_AT
+    _find_chunk(batch, piece.blocks, keys, chunk, span, keys_at, keys_at, values - keys, scratch)
     while chunk < span[1]:
-        _find_chunk(piece, head_size, keys, values, chunk, span, scratch)
+        _find_chunk(
+            batch,
+            piece.blocks,
+            keys,
+            chunk + CHUNK,
+            span,
+            keys_at,
+            next_keys_at,
+            values - keys,
+            scratch,
+        )
         used = max(span[0] - chunk, 0), min(span[1] - chunk, CHUNK)
-        _attend_to_chunk(piece.num_rows * groups, head_size, chunk - start, used, scratch)
+        num_queries = piece.num_rows * groups
+        _attend_to_chunk(num_queries, head_size, chunk - start, used, keys_at, scratch)
+        keys_at, next_keys_at = next_keys_at, keys_at
         chunk += CHUNK
     row_bytes = 4 * batch.num_heads * head_size
     out = phase.output + piece.first_row * row_bytes + head_at
@@ -127,37 +142,50 @@ def _load_queries(batch, piece, groups, head_at, reads, start, scratch):  # type
 
 
 @njit
-def _find_chunk(piece, head_size, keys, values, chunk, span, scratch):  # type: ignore[no-untyped-def]
-    """Write the addresses of a chunk's keys and values.
+def _find_chunk(batch, blocks, keys, chunk, span, keys_at, next_keys_at, values_from_keys, scratch):  # type: ignore[no-untyped-def]
+    """Write the addresses of a chunk's values and of the next chunk's keys, and prefetch both.
 
     Positions outside `span` repeat the first or last frame's address, so nothing else is read.
-    The values, which are read after the keys, and the next chunk's keys are prefetched.
     """
-    key_addresses = carray(longs_at(scratch + _KEYS_AT), CHUNK)
+    key_addresses = carray(longs_at(keys_at), CHUNK)
     value_addresses = carray(longs_at(scratch + _VALUES_AT), CHUNK)
-    first, end = span
-    ring_start, ring_slots = piece.ring_start, piece.ring_slots
-    place = max(chunk, first) % ring_slots
+    next_addresses = carray(longs_at(next_keys_at), CHUNK)
+    key_bytes, frames_per_block = 2 * batch.head_size, batch.frames_per_block
+    first, last = span[0], span[1] - 1
+    frame = min(max(chunk, first), last)
+    block, place = frame // frames_per_block, frame % frames_per_block
+    key = keys + (_block_at(blocks, block) * frames_per_block + place) * key_bytes
     for i in range(CHUNK):
-        at = 2 * (ring_start + place) * head_size
-        key_addresses[i] = keys + at
-        value_addresses[i] = values + at
-        for line in range(at, at + 2 * head_size, CACHE_LINE_BYTES):
-            prefetch(values + line)
-            prefetch(keys + line + 2 * CHUNK * head_size)
-        if first <= chunk + i < end - 1:
+        next_addresses[i] = key
+        value = key_addresses[i] + values_from_keys
+        value_addresses[i] = value
+        for line in range(0, key_bytes, CACHE_LINE_BYTES):
+            prefetch(value + line)
+            prefetch(key + line)
+        if first <= chunk + i < last:
+            key += key_bytes
             place += 1
-            if place == ring_slots:
-                place = 0
+            if place == frames_per_block:
+                block, place = block + 1, 0
+                key = keys + _block_at(blocks, block) * frames_per_block * key_bytes
 
 
 @njit
-def _attend_to_chunk(num_queries, head_size, first_frame, used, scratch):  # type: ignore[no-untyped-def]
-    """Attend from a piece's queries to a chunk of keys, of which [used[0], used[1]) are there."""
+def _block_at(blocks, block):  # type: ignore[no-untyped-def]
+    return carray(longs_at(blocks + 8 * block), 1)[0]
+
+
+@njit
+def _attend_to_chunk(num_queries, head_size, first_frame, used, keys_at, scratch):  # type: ignore[no-untyped-def]
+    """Attend from a piece's queries to a chunk of keys, of which [used[0], used[1]) are there.
+
+    Args:
+        keys_at: where their addresses are.
+    """
     for key in range(used[0] // LANES * LANES, used[1], LANES):
         for word in range(0, head_size // 2, LANES):
             transpose_keys(
-                scratch + _KEYS_AT + 8 * key,
+                keys_at + 8 * key,
                 4 * word,
                 scratch + _COLUMNS_AT + 4 * (word * CHUNK + key),
             )

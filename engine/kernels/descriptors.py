@@ -80,6 +80,7 @@ BATCH: Final = np.dtype(
         ("num_kv_heads", np.int64),  # K
         ("head_size", np.int64),  # D
         ("num_slots", np.int64),  # of a layer's cache
+        ("frames_per_block", np.int64),  # slots of each of its blocks
         ("q", _ADDRESS),  # (N, H, D) float32, with q_row_bytes from one row to the next
         ("k", _ADDRESS),  # (N, K, D) float32
         ("v", _ADDRESS),  # the same
@@ -98,13 +99,13 @@ BATCH: Final = np.dtype(
 # The frames that a row attends to: [first, end), and its own, which isn't before `end`.
 READ: Final = np.dtype([("first", np.int64), ("end", np.int64), ("own", np.int64)])
 
-# A few rows of one session. Frame f lies in slot ring_start + f % ring_slots.
+# A few rows of one session.
 PIECE: Final = np.dtype(
     [
         ("first_row", np.int64),
         ("num_rows", np.int64),
-        ("ring_start", np.int64),
-        ("ring_slots", np.int64),
+        # Where its stream's block 0 would stand: blocks that it holds no longer are never read.
+        ("blocks", _ADDRESS),  # int64 ids
     ]
 )
 

@@ -164,6 +164,7 @@ def windowed_attention(q: Tensor, keys: Tensor, values: Tensor, windows: Windows
         num_slots=num_slots,
         q=queries.data_ptr(),
         q_row_bytes=4 * queries.stride(0),
+        frames_per_block=windows.frames_per_block,
         reads=windows.frames.data_ptr(),
         pieces=windows.pieces.data_ptr(),
         num_pieces=len(windows.pieces),

@@ -164,6 +164,7 @@ class StackProgram:
             v_row_bytes=row_bytes,
             rotations=rotations.data_ptr(),
             slot_mapping=slot_mapping.data_ptr(),
+            frames_per_block=windows.frames_per_block,
             reads=windows.frames.data_ptr(),
             pieces=windows.pieces.data_ptr(),
             num_pieces=len(windows.pieces),

@@ -5,6 +5,7 @@ Legend: N rows of the flat batch, H heads, K key/value heads, G = H / K, D head 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,29 +21,40 @@ class Windows:
     """What each row of a flat batch reads, in pieces of a few rows of one session."""
 
     frames: Tensor  # (N, 3) int64: READ
-    pieces: Tensor  # (pieces, 4) int64: PIECE
+    pieces: Tensor  # (pieces, 3) int64: PIECE
+    frames_per_block: int
+    # The block tables, in whose memory the pieces point.
+    tables: tuple[array[int], ...]
 
     @classmethod
     def of(
-        cls, sessions: Sequence[tuple[range, Sequence[tuple[int, int, int]]]], groups: int
+        cls,
+        sessions: Sequence[tuple[array[int], int, Sequence[tuple[int, int, int]]]],
+        frames_per_block: int,
+        groups: int,
     ) -> Windows:
-        """Lay out sessions.
+        """Lay out sessions. Their block tables must not change until the kernel has run.
 
         Args:
-            sessions: of each the cache slots of its ring, frame f lying in ring[f % len(ring)], and
-                the frames that its rows read: from the first up to the second, and the third, which
-                isn't before the second. All from the first to the third are in the ring.
+            sessions: of each the blocks that it holds, which of its stream's is the first of them,
+                and the frames that its rows read: from the first up to the second, and the third,
+                which isn't before the second. All from the first to the third are in the blocks.
             groups: G, the query heads of a key/value head.
         """
         per_piece = MAX_QUERIES // groups
         frames: list[tuple[int, int, int]] = []
-        pieces: list[tuple[int, int, int, int]] = []
-        for ring, rows in sessions:
+        pieces: list[tuple[int, int, int]] = []
+        for blocks, first_block, rows in sessions:
+            stream = blocks.buffer_info()[0] - blocks.itemsize * first_block
             for first in range(0, len(rows), per_piece):
-                count = min(per_piece, len(rows) - first)
-                pieces.append((len(frames) + first, count, ring.start, len(ring)))
+                pieces.append((len(frames) + first, min(per_piece, len(rows) - first), stream))
             frames.extend(rows)
-        return cls(torch.tensor(frames), torch.tensor(pieces))
+        return cls(
+            torch.tensor(frames),
+            torch.tensor(pieces),
+            frames_per_block,
+            tuple(blocks for blocks, _, _ in sessions),
+        )
 
 
 def fits_windowed_attention(keys: Tensor, num_heads: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,19 @@ class Listener:
     @property
     def ended(self) -> list[SessionEnded]:
         return [event for event in self.events if isinstance(event, SessionEnded)]
+
+
+def scatter_blocks(engine: Engine, seed: int = 0) -> None:
+    """Shuffle the free lists, so that neighbours in a stream aren't neighbours in the pool."""
+    for manager in (engine.kv_cache.encoder, engine.kv_cache.decoder):
+        random.Random(seed).shuffle(manager.pool._free)
+
+
+def held_for_good(engine: Engine) -> bool:
+    """Whether no blocks are held but those of starts that sessions share."""
+    engine.check_integrity()
+    managers = (engine.kv_cache.encoder, engine.kv_cache.decoder)
+    return all(each.pool.num_held_blocks == each.num_prefix_blocks for each in managers)
 
 
 def open_session(engine: Engine, delay_ms: int | None = None) -> tuple[Session, Listener]:

@@ -69,7 +69,8 @@ class Dense:
 def whole(config: TransformerConfig, count: int) -> tuple[AttentionBatch, list[LayerCache]]:
     """One batch that holds all positions, and caches with a slot for each."""
     positions = torch.arange(count)
-    segment = Segment(slice(0, count), (range(count),), window_mask(0, count, config.window, CPU))
+    mask = window_mask(0, 0, count, config.window, CPU)
+    segment = Segment(slice(0, count), positions, mask)
     shape = (config.num_kv_heads, count, config.head_size)
     caches = [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
     return AttentionBatch(Rope(config, CPU).rotations(positions), positions, (segment,)), caches

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import open_session, run_until_idle, transcribe
+from tests.engine.harness import open_session, run_until_idle, scatter_blocks, transcribe
 from tests.speechlike import speechlike
 from voxlite.engine import Engine, EngineConfig
 from voxlite.engine.model_runner import (
@@ -45,7 +45,9 @@ def engine(tiny_checkpoint: Path) -> Engine:
     config = EngineConfig(
         model=str(tiny_checkpoint), dtype="float32", poison_freed_blocks=True, max_num_seqs=3
     )
-    return Engine(config)
+    engine = Engine(config)
+    scatter_blocks(engine)
+    return engine
 
 
 @pytest.fixture

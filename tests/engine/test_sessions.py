@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.harness import Listener, open_session, run_until_idle, transcribe
+from tests.engine.harness import (
+    Listener,
+    held_for_good,
+    open_session,
+    run_until_idle,
+    scatter_blocks,
+    transcribe,
+)
 from tests.speechlike import speechlike
 from voxlite.engine import (
     Engine,
@@ -32,23 +39,22 @@ MAX_SESSIONS = 3
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_checkpoint: Path) -> Engine:
-    return Engine(
+    engine = Engine(
         EngineConfig(
             model=str(tiny_checkpoint), max_num_seqs=MAX_SESSIONS, poison_freed_blocks=True
         )
     )
+    scatter_blocks(engine)
+    return engine
 
 
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     """An engine without a thread, which must be empty again after each test."""
     yield shared_engine
-    shared_engine.check_integrity()
     stats = shared_engine.stats()
     assert (stats.num_sessions, stats.failure) == (0, None)
-    kv_cache = shared_engine._kv_cache
-    for manager in (kv_cache.encoder, kv_cache.decoder):
-        assert manager.pool.num_free_blocks == manager.pool.num_blocks
+    assert held_for_good(shared_engine)
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +172,7 @@ def test_a_discarded_utterance_is_not_computed_further_and_the_next_is_what_it_w
     num_tokens = len(listener.ids())
     session.discard()
     engine.step()
-    engine.check_integrity()
-    kv_cache = engine._kv_cache
-    assert kv_cache.encoder.pool.num_held_blocks == kv_cache.decoder.pool.num_held_blocks == 0
+    assert held_for_good(engine)
     assert session.num_buffered_samples == 0
     session.append(CLIPS[1])
     session.finish()

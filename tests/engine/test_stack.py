@@ -1,5 +1,6 @@
 """All layers in one kernel: that it does what PyTorch does layer by layer, whatever the batch."""
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from voxlite.engine.config import TransformerConfig
 from voxlite.engine.kernels.linear import MAX_BFLOAT16_ROWS
+from voxlite.engine.kv_cache_manager import BlockTable
 from voxlite.engine.model.attention import AttentionBatch, LayerCache, first_key
 from voxlite.engine.model.layers import Layer, Rope, Stack, run_layer
 from voxlite.engine.model.linear import (
@@ -34,6 +36,7 @@ WIDE = TransformerConfig(
     norm_eps=1e-5,
 )
 NUM_SLOTS = 128
+TABLE = BlockTable(8, blocks=array("q", [5, 14, 2, 9, 0, 12, 7, 3, 15, 10, 1, 13, 4, 11, 8, 6]))
 
 
 class Layers:
@@ -81,13 +84,16 @@ class Layers:
 
 
 def batch(config: TransformerConfig, positions: range) -> AttentionBatch:
-    """One session's positions, whose keys lie in slots of the same numbers."""
+    """One session's positions, whose keys lie in blocks of a few frames, out of order."""
     frames = [(first_key(p, config.window), p, p) for p in positions]
-    numbers = torch.tensor(positions)
     return AttentionBatch(
-        Rope(config, CPU).rotations(numbers),
-        numbers,
-        Windows.of([(range(NUM_SLOTS), frames)], config.num_heads // config.num_kv_heads),
+        Rope(config, CPU).rotations(torch.tensor(positions)),
+        torch.from_numpy(TABLE.slots(positions.start, positions.stop)),
+        Windows.of(
+            [(TABLE.blocks, 0, frames)],
+            TABLE.frames_per_block,
+            config.num_heads // config.num_kv_heads,
+        ),
     )
 
 
@@ -160,15 +166,15 @@ def test_a_row_gives_the_same_whatever_rows_are_beside_it(
 
 
 def test_what_is_no_number_stays_in_its_session(is_int8: bool) -> None:
-    """Two sessions' rows in one batch, each with a ring of its own."""
+    """Two sessions' rows in one batch, each with a block of its own."""
     layers = Layers(is_int8=is_int8, has_bias=True)
     stack, x = layers.stack(WIDE), layers.normal(8, WIDE.dim)
     x[1] = torch.nan
     frames = [(0, i, i) for i in range(4)]
     reads = AttentionBatch(
         Rope(WIDE, CPU).rotations(torch.arange(4).repeat(2)),
-        torch.tensor([0, 1, 2, 3, 64, 65, 66, 67]),
-        Windows.of([(range(64), frames), (range(64, 128), frames)], 3),
+        torch.tensor([8, 9, 10, 11, 64, 65, 66, 67]),
+        Windows.of([(array("q", [1]), 0, frames), (array("q", [8]), 0, frames)], 8, 3),
     )
     out = stack(x, reads, empty_caches(WIDE))
     assert out[1].isnan().all()

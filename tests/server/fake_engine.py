@@ -133,6 +133,7 @@ class FakeEngine:
             num_drafted_tokens=0,
             num_free_encoder_blocks=self.max_sessions - len(self._sessions),
             num_free_decoder_blocks=self.max_sessions - len(self._sessions),
+            num_given_up_blocks=0,
             step_age_s=None,
             failure=self.failure,
         )
